@@ -1,6 +1,16 @@
 """A whole mixture-of-experts layer as one opaque dual-stream torch op."""
 
+from dsmoe_op import streams
 from dsmoe_op.config import MoEConfig
+from dsmoe_op.ops import Unfinalized, dual_stream_moe, dual_stream_moe_unfinalized, finalize, route
 
 __version__ = "0.1.0"
-__all__ = ["MoEConfig"]
+__all__ = [
+    "MoEConfig",
+    "Unfinalized",
+    "dual_stream_moe",
+    "dual_stream_moe_unfinalized",
+    "finalize",
+    "route",
+    "streams",
+]

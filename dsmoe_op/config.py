@@ -42,8 +42,9 @@ class MoEConfig:
         normalize: "none"; w / sum; w / (sum + 1e-20); w / max(sum, 1e-12). A sum of 0 divides by 1.
         routed_scaling_factor: applied once, to the weights or to the routed sum (scale_on).
         router_dtype: "model" rounds the logits to the dtype of hidden_states.
-        score_dtype: "model" rounds the scores likewise (sqrtsoftplus: after each of its two steps).
-        weight_dtype: "model" rounds the weights likewise, after normalize and the factor.
+        score_dtype: "model" rounds every step of the arithmetic from the scores on likewise: the scores (sqrtsoftplus after
+            each of its two steps), group sums without a correction bias, the sum, the quotient and the scaled weight.
+        weight_dtype: "model" rounds the weights once, after normalize and the factor.
         apply_router_weight_on_input: the weight multiplies the expert's input instead of its output.
         activation: "relu2" is not gated: w13 is [E, I, H] and shared_w13 [S, H]. "swiglu_oai" is
             (up + 1) * gate * sigmoid(1.702 * gate).

@@ -21,21 +21,6 @@ def compute_logits(
     return logits_TE.to(x_TH.dtype).to(dtype) if config.router_dtype == "model" else logits_TE
 
 
-def scores(logits_TE: Tensor, config: MoEConfig, model_dtype: torch.dtype) -> Tensor:
-    """Scores [T, E+Z] of sanitised logits (no NaN, no +inf)."""
-
-    def rounded(t: Tensor) -> Tensor:
-        return t.to(model_dtype).to(t.dtype) if config.score_dtype == "model" else t
-
-    if config.score == "sigmoid":
-        return rounded(torch.sigmoid(logits_TE))
-    if config.score == "softmax":
-        return rounded(_softmax(logits_TE))
-    if config.score == "sqrtsoftplus":
-        return rounded(rounded(F.softplus(logits_TE)).sqrt())
-    return logits_TE
-
-
 def route(
     logits_TE: Tensor,
     config: MoEConfig,
@@ -54,7 +39,19 @@ def route(
     """
     T, E = logits_TE.shape
     logits_TE = torch.nan_to_num(logits_TE, nan=-torch.inf, posinf=torch.finfo(torch.float32).max, neginf=-torch.inf)
-    scores_TE = scores(logits_TE, config, model_dtype)
+
+    def rounded(t: Tensor) -> Tensor:
+        """One step of arithmetic from the scores on."""
+        return t.to(model_dtype).to(t.dtype) if config.score_dtype == "model" else t
+
+    if config.score == "sigmoid":
+        scores_TE = rounded(torch.sigmoid(logits_TE))
+    elif config.score == "softmax":
+        scores_TE = rounded(_softmax(logits_TE))
+    elif config.score == "sqrtsoftplus":
+        scores_TE = rounded(rounded(F.softplus(logits_TE)).sqrt())
+    else:
+        scores_TE = logits_TE
 
     choice_TE = logits_TE if config.choice_on == "logit" else scores_TE
     if correction_bias is not None:
@@ -64,6 +61,8 @@ def route(
         grouped_TGM = choice_TE.view(T, config.n_group, E // config.n_group)
         best = 1 if config.group_score == "max" else 2
         group_TG = _nan_to_minus_inf(grouped_TGM.topk(best, dim=-1).values.sum(-1))
+        if correction_bias is None:  # a float32 bias makes the sum float32
+            group_TG = rounded(group_TG)
         kept = _best(group_TG, config.topk_group)
         lost_TG = torch.ones_like(group_TG, dtype=torch.bool).scatter(1, kept, False)
         masked = -torch.inf if config.group_mask == "-inf" else 0.0
@@ -71,9 +70,9 @@ def route(
     ids_TK = _best(choice_TE, config.top_k)
 
     if config.weights_from == "topk_softmax":
-        weights_TK = _softmax(logits_TE.gather(1, ids_TK))
+        weights_TK = rounded(_softmax(logits_TE.gather(1, ids_TK)))
     elif config.weights_from == "topk_sigmoid":
-        weights_TK = torch.sigmoid(logits_TE.gather(1, ids_TK))
+        weights_TK = rounded(torch.sigmoid(logits_TE.gather(1, ids_TK)))
     else:
         weights_TK = scores_TE.gather(1, ids_TK)
     weights_TK = weights_TK.masked_fill(weights_TK == -torch.inf, 0.0)
@@ -83,8 +82,9 @@ def route(
             total_T1 = total_T1 + 1e-20
         elif config.normalize == "sum_clamp":
             total_T1 = total_T1.clamp(min=1e-12)
-        weights_TK = weights_TK / total_T1.masked_fill(total_T1 == 0, 1.0)
-    weights_TK = weights_TK * config.scale_in_weights
+        total_T1 = rounded(total_T1)
+        weights_TK = rounded(weights_TK / total_T1.masked_fill(total_T1 == 0, 1.0))
+    weights_TK = rounded(weights_TK * config.scale_in_weights)
     if config.weight_dtype == "model":
         weights_TK = weights_TK.to(model_dtype).to(weights_TK.dtype)
     if num_valid_tokens is not None:

@@ -1,0 +1,435 @@
+"""The ops: their schemas, registration, fakes, and the public calls.
+
+Everything about registration is here, once. The kernels behind the ops are `cpu.py` and `cuda.py`, imported at the first real call.
+Rules that the registration keeps, each with a test that shows the failure it prevents:
+
+- Python kernels are hidden from Dynamo (`_hide_from_dynamo`), or it compiles the op's body where it meets it in a skipped frame.
+- An op's name carries a version, raised when outputs or their meaning change: compile caches on disk do not notice a changed fake.
+- The fake makes the same checks as the real kernel and has one `new_empty` an output, without a branch on T.
+- Outputs never alias inputs.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from dsmoe_op import checks
+from dsmoe_op.checks import LAYER_FIELDS, Layer
+from dsmoe_op.config import MoEConfig
+
+_lib = torch.library.Library("dsmoe", "DEF")
+
+_TENSORS = LAYER_FIELDS[:16]
+_LAYER_SCHEMA = ", ".join(
+    [*(f"Tensor {n}" if n in ("hidden_states", "w13", "w2") else f"Tensor? {n}" for n in _TENSORS)]
+    + ["str config", "str schedule"]
+    + [f"Tensor? {n}=None" for n in LAYER_FIELDS[16:]]
+)
+_ROUTE_SCHEMA = (
+    "Tensor? hidden_states, Tensor? router_weight, Tensor? router_bias, Tensor? correction_bias, Tensor? router_logits, "
+    "str config"
+)
+_FINALIZE_SCHEMA = (
+    "Tensor y, Tensor topk_ids, Tensor topk_weights, Tensor row_of, Tensor? shared, Tensor? hidden_states, str config"
+)
+
+
+class Unfinalized(NamedTuple):
+    """A layer without its last sum: what `finalize` takes.
+
+    Attributes:
+        y: [N, H], N = T * K: rows of the experts, sorted by expert; zeros after the last row that is an expert's.
+        topk_ids: int32 [T, K]; -1 where a slot contributes nothing.
+        topk_weights: float32 [T, K]; 0 where a slot contributes nothing.
+        row_of: int32 [T, K]: the row of y, or -1 where there is none.
+        shared: [T, H], gated already, or None without a shared expert.
+    """
+
+    y: Tensor
+    topk_ids: Tensor
+    topk_weights: Tensor
+    row_of: Tensor
+    shared: Tensor | None
+
+
+# --- public calls ---------------------------------------------------------------------------------------------------
+
+
+def dual_stream_moe(
+    hidden_states: Tensor,
+    *,
+    config: MoEConfig,
+    w13: Tensor,
+    w2: Tensor,
+    router_weight: Tensor | None = None,
+    router_bias: Tensor | None = None,
+    correction_bias: Tensor | None = None,
+    router_logits: Tensor | None = None,
+    topk_ids: Tensor | None = None,
+    topk_weights: Tensor | None = None,
+    w13_bias: Tensor | None = None,
+    w2_bias: Tensor | None = None,
+    shared_w13: Tensor | None = None,
+    shared_w2: Tensor | None = None,
+    shared_gate: Tensor | None = None,
+    num_valid_tokens: Tensor | None = None,
+    expert_map: Tensor | None = None,
+    schedule: str = "auto",
+) -> Tensor:
+    """One MoE layer: router, K of E routed experts a token, the shared expert beside them on a second stream, their sum.
+
+    T tokens, H hidden size, E experts, K = config.top_k, I and S routed and shared widths, Z = config.num_zero_experts.
+    Exactly one way in: router_weight; router_logits; or topk_ids with topk_weights. No input is written.
+
+    Args:
+        hidden_states: [..., H], bfloat16, float16 or float32, any strides; T is the product of the leading dims.
+        config: the layer's knobs.
+        w13: [E, 2I, H] in the dtype of hidden_states ([E, I, H] for a non-gated activation); a unit stride in one of the
+            last two dims. Order of its rows: config.w13_order.
+        w2: [E, H, I], likewise.
+        router_weight: [E+Z, H], bfloat16, float16 or float32. The router's matmul is then the op's own.
+        router_bias: [E+Z], added to the logits.
+        correction_bias: [E+Z], float32 in released models; added for the choice only.
+        router_logits: [T, E+Z]: the op starts at the scores.
+        topk_ids, topk_weights: int32 or int64 [T, K] and float [T, K]: routing is done and the weights are final. An id
+            outside 0..E+Z-1 contributes nothing.
+        w13_bias, w2_bias: [E, 2I] and [E, H].
+        shared_w13, shared_w2: [2S, H], gate rows first, and [H, S].
+        shared_gate: [1, H]; the shared output is multiplied by sigmoid(x . shared_gate).
+        num_valid_tokens: int32 [1] on the device; rows from there on come out as zeros.
+        expert_map: int32 [E_global]: global expert id -> row of w13 and w2, or -1. Ids and the router are then global.
+        schedule: "auto", "serial", "dual" (shared expert on the alt_stream), "dual_shared_main" (routed experts on the
+            alt_stream), "fused" (shared expert as one more routed slot; S a multiple of I). Without a shared expert each
+            means "serial". The bits are the same in all but "fused".
+
+    Returns:
+        A fresh contiguous tensor like hidden_states.
+
+    Raises:
+        ValueError: bad arguments, before anything is launched. While torch.compile traces, its error has the same text.
+    """
+    return torch.ops.dsmoe.moe_v1.default(
+        hidden_states,
+        w13,
+        w2,
+        router_weight,
+        router_bias,
+        correction_bias,
+        router_logits,
+        topk_ids,
+        topk_weights,
+        w13_bias,
+        w2_bias,
+        shared_w13,
+        shared_w2,
+        shared_gate,
+        num_valid_tokens,
+        expert_map,
+        _key(config),
+        schedule,
+    )
+
+
+def dual_stream_moe_unfinalized(
+    hidden_states: Tensor,
+    *,
+    config: MoEConfig,
+    w13: Tensor,
+    w2: Tensor,
+    router_weight: Tensor | None = None,
+    router_bias: Tensor | None = None,
+    correction_bias: Tensor | None = None,
+    router_logits: Tensor | None = None,
+    topk_ids: Tensor | None = None,
+    topk_weights: Tensor | None = None,
+    w13_bias: Tensor | None = None,
+    w2_bias: Tensor | None = None,
+    shared_w13: Tensor | None = None,
+    shared_w2: Tensor | None = None,
+    shared_gate: Tensor | None = None,
+    num_valid_tokens: Tensor | None = None,
+    expert_map: Tensor | None = None,
+    schedule: str = "auto",
+) -> Unfinalized:
+    """`dual_stream_moe` without its last sum, for callers that fuse or delay it: `finalize` gives the same bits.
+
+    Arguments and errors as in `dual_stream_moe`.
+    """
+    y, topk_ids, topk_weights, row_of, shared = torch.ops.dsmoe.moe_unfinalized_v1.default(
+        hidden_states,
+        w13,
+        w2,
+        router_weight,
+        router_bias,
+        correction_bias,
+        router_logits,
+        topk_ids,
+        topk_weights,
+        w13_bias,
+        w2_bias,
+        shared_w13,
+        shared_w2,
+        shared_gate,
+        num_valid_tokens,
+        expert_map,
+        _key(config),
+        schedule,
+    )
+    return Unfinalized(y, topk_ids, topk_weights, row_of, None if shared_w13 is None else shared)
+
+
+def finalize(pieces: Unfinalized, *, config: MoEConfig, hidden_states: Tensor | None = None) -> Tensor:
+    """The last sum of a layer: round_once(sum_k w * y + shared), in float32 and ascending k.
+
+    Args:
+        pieces: what `dual_stream_moe_unfinalized` returned.
+        config: the same config.
+        hidden_states: [..., H], needed for zero experts alone; where given, the result has its shape.
+
+    Returns:
+        A fresh contiguous [T, H] (or the shape of hidden_states) in the dtype of pieces.y.
+
+    Raises:
+        ValueError: bad arguments, before anything is launched.
+    """
+    y, topk_ids, topk_weights, row_of, shared = pieces
+    return torch.ops.dsmoe.finalize_v1.default(
+        y, topk_ids, topk_weights, row_of, shared, hidden_states, _key(config)
+    )
+
+
+def route(
+    hidden_states: Tensor | None = None,
+    *,
+    config: MoEConfig,
+    router_weight: Tensor | None = None,
+    router_bias: Tensor | None = None,
+    correction_bias: Tensor | None = None,
+    router_logits: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """The routing of a layer alone, from router_weight or from router_logits.
+
+    Args:
+        hidden_states: [..., H]; may be left out beside router_logits, whose dtype is then the model's.
+        config, router_weight, router_bias, correction_bias, router_logits: as in `dual_stream_moe`.
+
+    Returns:
+        topk_ids int32 [T, K], best first and equal values by ascending id, and topk_weights float32 [T, K].
+
+    Raises:
+        ValueError: bad arguments, before anything is launched.
+    """
+    return torch.ops.dsmoe.route_v1.default(
+        hidden_states, router_weight, router_bias, correction_bias, router_logits, _key(config)
+    )
+
+
+def _key(config: MoEConfig) -> str:
+    if not isinstance(config, MoEConfig):
+        raise ValueError(f"config: expected a MoEConfig, got {type(config).__name__}")
+    return config.key
+
+
+# --- real kernels ---------------------------------------------------------------------------------------------------
+
+
+def _backend(x: Tensor) -> ModuleType:
+    """The module with the kernels for x's device; `cuda` alone imports triton."""
+    if x.device.type == "cuda":
+        from dsmoe_op import cuda
+
+        return cuda
+    from dsmoe_op import cpu
+
+    return cpu
+
+
+def _split(args: tuple[Any, ...]) -> tuple[Layer, MoEConfig, str]:
+    count = len(_TENSORS)
+    key, schedule = args[count : count + 2]
+    return Layer(*args[:count], *args[count + 2 :]), MoEConfig.from_key(key), schedule
+
+
+def _moe(*args: Any) -> Tensor:
+    layer, config, schedule = _split(args)
+    dims = checks.check_layer(layer, config, schedule)
+    return _backend(layer.hidden_states).moe(layer, dims, config, schedule)
+
+
+def _moe_unfinalized(*args: Any) -> tuple[Tensor, ...]:
+    layer, config, schedule = _split(args)
+    dims = checks.check_layer(layer, config, schedule)
+    return _backend(layer.hidden_states).moe_unfinalized(layer, dims, config, schedule)
+
+
+def _finalize(*args: Any) -> Tensor:
+    *pieces, key = args
+    config = MoEConfig.from_key(key)
+    checks.check_finalize(*pieces, config)
+    return _backend(pieces[0]).finalize(*pieces, config)
+
+
+def _route(*args: Any) -> tuple[Tensor, Tensor]:
+    *tensors, key = args
+    config = MoEConfig.from_key(key)
+    T, num_logits, x = checks.check_route(*tensors, config)
+    return _backend(x).route(checks.Routing(x, *tensors[1:]), T, num_logits, config)
+
+
+def _backward(grads: list[Tensor], inputs: list[Tensor], name: str) -> list[Tensor]:
+    raise NotImplementedError(
+        f"dsmoe::{name} has no backward. Call it under torch.no_grad() or torch.inference_mode(), or detach its inputs."
+    )
+
+
+# --- fakes ----------------------------------------------------------------------------------------------------------
+
+
+def _moe_fake(*args: Any) -> Tensor:
+    layer, config, schedule = _split(args)
+    checks.check_layer(layer, config, schedule)
+    return layer.hidden_states.new_empty(layer.hidden_states.shape)
+
+
+def _moe_unfinalized_fake(*args: Any) -> tuple[Tensor, ...]:
+    layer, config, schedule = _split(args)
+    dims = checks.check_layer(layer, config, schedule)
+    x, slots = layer.hidden_states, (dims.T, dims.K)
+    return (
+        x.new_empty((dims.T * dims.K, dims.H)),
+        x.new_empty(slots, dtype=torch.int32),
+        x.new_empty(slots, dtype=torch.float32),
+        x.new_empty(slots, dtype=torch.int32),
+        x.new_empty((dims.T if dims.S else 0, dims.H)),
+    )
+
+
+def _finalize_fake(*args: Any) -> Tensor:
+    *pieces, key = args
+    checks.check_finalize(*pieces, MoEConfig.from_key(key))
+    y, topk_ids, hidden_states = pieces[0], pieces[1], pieces[5]
+    return y.new_empty((topk_ids.shape[0], y.shape[1]) if hidden_states is None else hidden_states.shape)
+
+
+def _route_fake(*args: Any) -> tuple[Tensor, Tensor]:
+    *tensors, key = args
+    config = MoEConfig.from_key(key)
+    T, _, x = checks.check_route(*tensors, config)
+    slots = (T, config.top_k)
+    return x.new_empty(slots, dtype=torch.int32), x.new_empty(slots, dtype=torch.float32)
+
+
+def _backward_fake(grads: list[Tensor], inputs: list[Tensor], name: str) -> list[Tensor]:
+    return [torch.empty_like(t) for t in inputs]
+
+
+# --- registration ---------------------------------------------------------------------------------------------------
+
+
+def _hide_from_dynamo(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """fn for the dispatcher, with Dynamo off inside, at the first call after Dynamo was imported.
+
+    torch.compiler.disable imports Dynamo, which takes longer than the rest of this package: it waits until something else
+    has imported it. The entry's own frame is marked as one that Dynamo skips.
+    """
+    skip_code = getattr(torch._C._dynamo.eval_frame, "skip_code", None)
+    if skip_code is None:
+        return torch.compiler.disable(fn)
+    disabled: Callable[..., Any] | None = None
+
+    @functools.wraps(fn)
+    def entry(*args: Any) -> Any:
+        nonlocal disabled
+        if disabled is None:
+            if "torch._dynamo" not in sys.modules:
+                return fn(*args)
+            disabled = torch.compiler.disable(fn)
+        return disabled(*args)
+
+    skip_code(entry.__code__)
+    return entry
+
+
+class _NoBackward(torch.autograd.Function):
+    """Runs an op below autograd; its backward is the opaque op that refuses, so that a compiler can trace it."""
+
+    @staticmethod
+    def forward(ctx: Any, op: Any, name: str, *args: Any) -> Any:
+        ctx.name = name
+        ctx.wanted = [i for i, a in enumerate(args) if isinstance(a, Tensor) and a.requires_grad]
+        ctx.count = len(args)
+        ctx.save_for_backward(*(args[i] for i in ctx.wanted))
+        with torch._C._AutoDispatchBelowAutograd():
+            out = op(*args)
+        if isinstance(out, tuple):
+            ctx.mark_non_differentiable(*(t for t in out if not t.is_floating_point()))
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
+        given = [g for g in grads if g is not None]
+        wanted = torch.ops.dsmoe.moe_backward_v1.default(given, list(ctx.saved_tensors), ctx.name)
+        out: list[Tensor | None] = [None] * ctx.count
+        for i, grad in zip(ctx.wanted, wanted, strict=True):
+            out[i] = grad
+        return None, None, *out
+
+
+def _autograd_of(op: Any, name: str) -> Callable[..., Any]:
+    def autograd(*args: Any) -> Any:
+        tensors = [a for a in args if isinstance(a, Tensor)]
+        if torch.autograd.forward_ad._current_level >= 0:
+            for t in tensors:
+                if torch.autograd.forward_ad.unpack_dual(t).tangent is not None:
+                    raise NotImplementedError(f"dsmoe::{name} has no forward-mode derivative")
+        if torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
+            return _NoBackward.apply(op, name, *args)
+        with torch._C._AutoDispatchBelowAutograd():
+            return op(*args)
+
+    return autograd
+
+
+def _vmap_refusal(name: str) -> Callable[..., Any]:
+    def refuse(*args: Any) -> Any:
+        raise NotImplementedError(
+            f"dsmoe::{name} does not run under vmap: hidden_states may have any leading dims, so pass the batch as one of them"
+        )
+
+    return refuse
+
+
+def _register(name: str, schema: str, real: Callable[..., Any], fake: Callable[..., Any], *, forward: bool = True) -> None:
+    _lib.define(f"{name}{schema}", tags=(torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides))
+    for key in ("CPU", "CUDA"):
+        _lib.impl(name, _hide_from_dynamo(real), key)
+    torch.library.register_fake(f"dsmoe::{name}", fake, lib=_lib)
+    _lib.impl(name, _vmap_refusal(name), "FuncTorchBatched")
+    if forward:
+        op = getattr(torch.ops.dsmoe, name).default
+        _lib.impl(name, _hide_from_dynamo(_autograd_of(op, name)), "Autograd")
+
+
+_register("moe_v1", f"({_LAYER_SCHEMA}) -> Tensor", _moe, _moe_fake)
+_register(
+    "moe_unfinalized_v1",
+    f"({_LAYER_SCHEMA}) -> (Tensor y, Tensor topk_ids, Tensor topk_weights, Tensor row_of, Tensor shared)",
+    _moe_unfinalized,
+    _moe_unfinalized_fake,
+)
+_register("finalize_v1", f"({_FINALIZE_SCHEMA}) -> Tensor", _finalize, _finalize_fake)
+_register("route_v1", f"({_ROUTE_SCHEMA}) -> (Tensor topk_ids, Tensor topk_weights)", _route, _route_fake)
+_register(
+    "moe_backward_v1",
+    "(Tensor[] grads, Tensor[] inputs, str name) -> Tensor[]",
+    _backward,
+    _backward_fake,
+    forward=False,
+)

@@ -1,0 +1,90 @@
+"""The side streams, which the field calls alt_stream: one for each device and caller stream, for the life of the process.
+
+They are the library's own, not of PyTorch's pool: the pool hands 32 streams out in turn, so a pooled side stream may be, or become,
+the stream that another thread captures or computes on.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+from collections import defaultdict
+
+import torch
+
+_AHEAD = 8
+"""Streams made together, so that a caller stream first seen inside a capture finds one."""
+
+_lock = threading.Lock()
+_free: dict[int, list[torch.cuda.Stream]] = defaultdict(list)
+_own: dict[tuple[int, int], torch.cuda.Stream] = {}
+_given: dict[tuple[int, int | None], torch.cuda.Stream] = {}
+
+
+def alt_stream(caller: torch.cuda.Stream) -> torch.cuda.Stream:
+    """The side stream of `caller`: what `set_alt_stream` gave, or one of the library's that no other caller has.
+
+    The result equals `caller` only where `set_alt_stream` gave that very stream; the layer then runs serial.
+    """
+    device, handle = caller.device_index, caller.cuda_stream
+    if _given:
+        stream = _given.get((device, handle)) or _given.get((device, None))
+        if stream is not None:
+            return stream
+    stream = _own.get((device, handle))
+    if stream is not None:
+        return stream
+    with _lock:
+        key = (device, handle)
+        if key not in _own:
+            if not _free[device]:
+                _free[device] = _make_streams(device, _AHEAD)
+            _own[key] = _free[device].pop()
+        return _own[key]
+
+
+def set_alt_stream(stream: torch.cuda.Stream | None, *, caller: torch.cuda.Stream | None = None) -> None:
+    """Lets a server that has a side stream of its own hand it in.
+
+    Args:
+        stream: used from now on as the side stream on its device; None returns to the library's own.
+        caller: only for calls on this stream; default all caller streams of the device (of every device for None).
+
+    Raises:
+        ValueError: stream is no CUDA stream, or caller is on another device.
+    """
+    for name, value in (("stream", stream), ("caller", caller)):
+        if value is not None and not isinstance(value, torch.cuda.Stream):
+            raise ValueError(f"{name}: expected a torch.cuda.Stream or None, got {type(value).__name__}")
+    if stream is None:
+        with _lock:
+            for key in list(_given):
+                if caller is None or key == (caller.device_index, caller.cuda_stream):
+                    del _given[key]
+        return
+    if caller is not None and caller.device_index != stream.device_index:
+        raise ValueError(f"caller: expected a stream of device {stream.device_index}, got one of {caller.device_index}")
+    with _lock:
+        _given[stream.device_index, None if caller is None else caller.cuda_stream] = stream
+
+
+def _make_streams(device: int, count: int) -> list[torch.cuda.Stream]:
+    """New streams on `device`, of the highest priority and not ordered with the default stream."""
+    cuda = ctypes.CDLL("libcuda.so.1")
+    non_blocking = 1
+    with torch.cuda.device(device):
+        torch.cuda.current_blas_handle()  # makes the device's context current in this thread
+        low, high = ctypes.c_int(), ctypes.c_int()
+        _check(cuda.cuCtxGetStreamPriorityRange(ctypes.byref(low), ctypes.byref(high)), "cuCtxGetStreamPriorityRange")
+        streams = []
+        for _ in range(count):
+            handle = ctypes.c_void_p()
+            error = cuda.cuStreamCreateWithPriority(ctypes.byref(handle), ctypes.c_uint(non_blocking), high)
+            _check(error, "cuStreamCreateWithPriority")
+            streams.append(torch.cuda.ExternalStream(handle.value, device=device))
+    return streams
+
+
+def _check(error: int, name: str) -> None:
+    if error:
+        raise RuntimeError(f"{name} failed with CUDA error {error}")
