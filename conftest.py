@@ -1,0 +1,46 @@
+"""Fixtures of both test folders: device, and fresh random numbers that a seed brings back."""
+
+from __future__ import annotations
+
+import random
+import zlib
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--seed", type=int, default=None, help="random inputs of an earlier run (its header shows the seed)")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if config.option.seed is None:
+        config.option.seed = random.randrange(10**6)
+
+
+def pytest_report_header(config: pytest.Config) -> str:
+    return f"random inputs: --seed {config.option.seed}"
+
+
+@pytest.fixture(autouse=True)
+def _fresh_random(request: pytest.FixtureRequest) -> None:
+    """Other inputs in each run and each test; a test alone gets those that it had among the others."""
+    seed = request.config.option.seed ^ zlib.crc32(request.node.nodeid.rpartition("/")[2].encode())
+    random.seed(seed)
+    torch.manual_seed(seed)
+
+
+@pytest.fixture(params=["cpu", "cuda"])
+def device(request: pytest.FixtureRequest) -> str:
+    if request.param == "cuda" and not torch.cuda.is_available():
+        pytest.skip("needs a GPU")
+    return request.param
+
+
+@pytest.fixture
+def fresh_dynamo() -> Iterator[None]:
+    """No compiled code before the test, none left after it."""
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
