@@ -185,6 +185,7 @@ def check_route(
     router_bias: Tensor | None,
     correction_bias: Tensor | None,
     router_logits: Tensor | None,
+    *,
     config: MoEConfig,
 ) -> tuple[int, int, Tensor]:
     """Checks the arguments of `route`; returns T, E + Z and the tensor whose dtype "model" means."""
@@ -206,6 +207,7 @@ def check_finalize(
     row_of: Tensor,
     shared: Tensor | None,
     hidden_states: Tensor | None,
+    *,
     config: MoEConfig,
 ) -> None:
     """Checks the pieces that `finalize` adds up."""
@@ -275,11 +277,13 @@ def _check_choice(config: MoEConfig, E_logits: int) -> None:
         raise ValueError(f"n_group: expected a divisor of the {E_logits} experts, got {config.n_group}")
     members = E_logits // config.n_group
     if config.group_score == "top2_sum" and members < 2:
-        raise ValueError(f"n_group: expected groups of at least 2 experts for 'top2_sum', got {config.n_group} of {E_logits}")
+        raise ValueError(
+            f"n_group: expected groups of at least 2 experts for 'top2_sum', got {config.n_group} of {E_logits}"
+        )
     if config.top_k > config.topk_group * members:
         raise ValueError(
-            f"top_k: expected at most the {config.topk_group * members} experts of topk_group={config.topk_group} groups, "
-            f"got {config.top_k}"
+            f"top_k: expected at most the {config.topk_group * members} experts of "
+            f"topk_group={config.topk_group} groups, got {config.top_k}"
         )
 
 
@@ -302,9 +306,7 @@ def _check_unit_stride(name: str, tensor: Tensor) -> None:
         )
 
 
-def _check(
-    name: str, tensor: Tensor | None, dims: Sizes, x: Tensor, dtypes: tuple[torch.dtype, ...]
-) -> None:
+def _check(name: str, tensor: Tensor | None, dims: Sizes, x: Tensor, dtypes: tuple[torch.dtype, ...]) -> None:
     """Dtype, device and shape of an optional tensor."""
     if tensor is None:
         return

@@ -34,16 +34,18 @@ class MoEConfig:
     Attributes:
         top_k: experts chosen for each token, 1..32.
         score: what the router's logits become. "none" keeps them.
-        choice_on: whether correction_bias is added to the score or to the logit; the sum decides the choice and nothing else.
-        n_group, topk_group: the experts form n_group equal groups, of which the best topk_group stay eligible. Both or neither.
+        choice_on: whether correction_bias is added to the score or to the logit; the sum decides the choice alone.
+        n_group, topk_group: the experts form n_group equal groups, of which the best topk_group stay eligible.
+            Both or neither.
         group_score: a group's worth: the sum of its two best choice values, or its best.
         group_mask: what the choice values of the losing groups become.
         weights_from: the unbiased scores of the chosen, or softmax/sigmoid over the chosen logits.
         normalize: "none"; w / sum; w / (sum + 1e-20); w / max(sum, 1e-12). A sum of 0 divides by 1.
         routed_scaling_factor: applied once, to the weights or to the routed sum (scale_on).
         router_dtype: "model" rounds the logits to the dtype of hidden_states.
-        score_dtype: "model" rounds every step of the arithmetic from the scores on likewise: the scores (sqrtsoftplus after
-            each of its two steps), group sums without a correction bias, the sum, the quotient and the scaled weight.
+        score_dtype: "model" rounds every step of the arithmetic from the scores on likewise: the scores (sqrtsoftplus
+            after each of its two steps), group sums without a correction bias, the sum, the quotient and the scaled
+            weight.
         weight_dtype: "model" rounds the weights once, after normalize and the factor.
         apply_router_weight_on_input: the weight multiplies the expert's input instead of its output.
         activation: "relu2" is not gated: w13 is [E, I, H] and shared_w13 [S, H]. "swiglu_oai" is

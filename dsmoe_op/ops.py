@@ -1,10 +1,12 @@
 """The ops: their schemas, registration, fakes, and the public calls.
 
-Everything about registration is here, once. The kernels behind the ops are `cpu.py` and `cuda.py`, imported at the first real call.
-Rules that the registration keeps, each with a test that shows the failure it prevents:
+Everything about registration is here, once. The kernels behind the ops are `cpu.py` and `cuda.py`, imported at the
+first real call. Rules that the registration keeps, each with a test that shows the failure it prevents:
 
-- Python kernels are hidden from Dynamo (`_hide_from_dynamo`), or it compiles the op's body where it meets it in a skipped frame.
-- An op's name carries a version, raised when outputs or their meaning change: compile caches on disk do not notice a changed fake.
+- Python kernels are hidden from Dynamo (`_hide_from_dynamo`), or it compiles their bodies where it skipped the frame
+  above.
+- An op's name carries a version, raised when outputs or their meaning change: compile caches on disk do not notice a
+  changed fake.
 - The fake makes the same checks as the real kernel and has one `new_empty` an output, without a branch on T.
 - Outputs never alias inputs.
 """
@@ -31,8 +33,8 @@ _LAYER_SCHEMA = ", ".join(
     + [f"Tensor? {n}=None" for n in LAYER_FIELDS[16:]]
 )
 _ROUTE_SCHEMA = (
-    "Tensor? hidden_states, Tensor? router_weight, Tensor? router_bias, Tensor? correction_bias, Tensor? router_logits, "
-    "str config"
+    "Tensor? hidden_states, Tensor? router_weight, Tensor? router_bias, Tensor? correction_bias, "
+    "Tensor? router_logits, str config"
 )
 _FINALIZE_SCHEMA = (
     "Tensor y, Tensor topk_ids, Tensor topk_weights, Tensor row_of, Tensor? shared, Tensor? hidden_states, str config"
@@ -81,7 +83,7 @@ def dual_stream_moe(
     expert_map: Tensor | None = None,
     schedule: str = "auto",
 ) -> Tensor:
-    """One MoE layer: router, K of E routed experts a token, the shared expert beside them on a second stream, their sum.
+    """One MoE layer: router, K of E routed experts a token, beside them on a second stream the shared expert, the sum.
 
     T tokens, H hidden size, E experts, K = config.top_k, I and S routed and shared widths, Z = config.num_zero_experts.
     Exactly one way in: router_weight; router_logits; or topk_ids with topk_weights. No input is written.
@@ -89,8 +91,8 @@ def dual_stream_moe(
     Args:
         hidden_states: [..., H], bfloat16, float16 or float32, any strides; T is the product of the leading dims.
         config: the layer's knobs.
-        w13: [E, 2I, H] in the dtype of hidden_states ([E, I, H] for a non-gated activation); a unit stride in one of the
-            last two dims. Order of its rows: config.w13_order.
+        w13: [E, 2I, H] in the dtype of hidden_states ([E, I, H] for a non-gated activation); a unit stride in one of
+            the last two dims. Order of its rows: config.w13_order.
         w2: [E, H, I], likewise.
         router_weight: [E+Z, H], bfloat16, float16 or float32. The router's matmul is then the op's own.
         router_bias: [E+Z], added to the logits.
@@ -104,8 +106,8 @@ def dual_stream_moe(
         num_valid_tokens: int32 [1] on the device; rows from there on come out as zeros.
         expert_map: int32 [E_global]: global expert id -> row of w13 and w2, or -1. Ids and the router are then global.
         schedule: "auto", "serial", "dual" (shared expert on the alt_stream), "dual_shared_main" (routed experts on the
-            alt_stream), "fused" (shared expert as one more routed slot; S a multiple of I). Without a shared expert each
-            means "serial". The bits are the same in all but "fused".
+            alt_stream), "fused" (shared expert as one more routed slot; S a multiple of I). Without a shared expert
+            each means "serial". The bits are the same in all but "fused".
 
     Returns:
         A fresh contiguous tensor like hidden_states.
@@ -198,9 +200,7 @@ def finalize(pieces: Unfinalized, *, config: MoEConfig, hidden_states: Tensor | 
         ValueError: bad arguments, before anything is launched.
     """
     y, topk_ids, topk_weights, row_of, shared = pieces
-    return torch.ops.dsmoe.finalize_v1.default(
-        y, topk_ids, topk_weights, row_of, shared, hidden_states, _key(config)
-    )
+    return torch.ops.dsmoe.finalize_v1.default(y, topk_ids, topk_weights, row_of, shared, hidden_states, _key(config))
 
 
 def route(
@@ -268,17 +268,15 @@ def _moe_unfinalized(*args: Any) -> tuple[Tensor, ...]:
 
 
 def _finalize(*args: Any) -> Tensor:
-    *pieces, key = args
-    config = MoEConfig.from_key(key)
-    checks.check_finalize(*pieces, config)
-    return _backend(pieces[0]).finalize(*pieces, config)
+    config = MoEConfig.from_key(args[-1])
+    checks.check_finalize(*args[:-1], config=config)
+    return _backend(args[0]).finalize(*args[:-1], config)
 
 
 def _route(*args: Any) -> tuple[Tensor, Tensor]:
-    *tensors, key = args
-    config = MoEConfig.from_key(key)
-    T, num_logits, x = checks.check_route(*tensors, config)
-    return _backend(x).route(checks.Routing(x, *tensors[1:]), T, num_logits, config)
+    config = MoEConfig.from_key(args[-1])
+    T, num_logits, x = checks.check_route(*args[:-1], config=config)
+    return _backend(x).route(checks.Routing(x, *args[1:-1]), T, num_logits, config)
 
 
 def _backward(grads: list[Tensor], inputs: list[Tensor], name: str) -> list[Tensor]:
@@ -310,16 +308,14 @@ def _moe_unfinalized_fake(*args: Any) -> tuple[Tensor, ...]:
 
 
 def _finalize_fake(*args: Any) -> Tensor:
-    *pieces, key = args
-    checks.check_finalize(*pieces, MoEConfig.from_key(key))
-    y, topk_ids, hidden_states = pieces[0], pieces[1], pieces[5]
+    checks.check_finalize(*args[:-1], config=MoEConfig.from_key(args[-1]))
+    y, topk_ids, hidden_states = args[0], args[1], args[5]
     return y.new_empty((topk_ids.shape[0], y.shape[1]) if hidden_states is None else hidden_states.shape)
 
 
 def _route_fake(*args: Any) -> tuple[Tensor, Tensor]:
-    *tensors, key = args
-    config = MoEConfig.from_key(key)
-    T, _, x = checks.check_route(*tensors, config)
+    config = MoEConfig.from_key(args[-1])
+    T, _, x = checks.check_route(*args[:-1], config=config)
     slots = (T, config.top_k)
     return x.new_empty(slots, dtype=torch.int32), x.new_empty(slots, dtype=torch.float32)
 
@@ -334,8 +330,8 @@ def _backward_fake(grads: list[Tensor], inputs: list[Tensor], name: str) -> list
 def _hide_from_dynamo(fn: Callable[..., Any]) -> Callable[..., Any]:
     """fn for the dispatcher, with Dynamo off in its frame and in all that it calls.
 
-    This is torch.compiler.disable without its import of Dynamo, which takes several times as long as the rest of this package:
-    the strategy that disable gives a code object when Dynamo meets it is set from the start.
+    This is torch.compiler.disable without its import of Dynamo, which takes many times as long as that of this package:
+    the entry's code object is marked from the start as one to skip, with all that runs below it.
     """
     dynamo = torch._C._dynamo.eval_frame
     try:
@@ -395,13 +391,15 @@ def _autograd_of(op: Any, name: str) -> Callable[..., Any]:
 def _vmap_refusal(name: str) -> Callable[..., Any]:
     def refuse(*args: Any) -> Any:
         raise NotImplementedError(
-            f"dsmoe::{name} does not run under vmap: hidden_states may have any leading dims, so pass the batch as one of them"
+            f"dsmoe::{name} does not run under vmap. hidden_states may have any leading dims: pass the batch as one."
         )
 
     return refuse
 
 
-def _register(name: str, schema: str, real: Callable[..., Any], fake: Callable[..., Any], *, forward: bool = True) -> None:
+def _register(
+    name: str, schema: str, real: Callable[..., Any], fake: Callable[..., Any], *, forward: bool = True
+) -> None:
     _lib.define(f"{name}{schema}", tags=(torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides))
     for key in ("CPU", "CUDA"):
         _lib.impl(name, _hide_from_dynamo(real), key)

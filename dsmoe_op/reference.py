@@ -1,6 +1,7 @@
 """The layer's definition in plain torch: slow, readable, exact in float64. Every kernel is held against it.
 
-Shape suffixes: T tokens, H hidden, E routed experts (and Z zero experts after them), K chosen, I routed width, S shared width.
+Shape suffixes: T tokens, H hidden, E routed experts (and Z zero experts after them), K chosen, I and S the routed and
+shared widths, G groups, M members of a group.
 """
 
 from __future__ import annotations
@@ -13,7 +14,11 @@ from dsmoe_op.config import MoEConfig
 
 
 def compute_logits(
-    x_TH: Tensor, router_weight_EH: Tensor, router_bias_E: Tensor | None, config: MoEConfig, dtype: torch.dtype = torch.float64
+    x_TH: Tensor,
+    router_weight_EH: Tensor,
+    router_bias_E: Tensor | None,
+    config: MoEConfig,
+    dtype: torch.dtype = torch.float64,
 ) -> Tensor:
     """Logits [T, E+Z] in `dtype`, rounded to the model's dtype (that of x_TH) where the config says so."""
     bias = None if router_bias_E is None else router_bias_E.to(dtype)

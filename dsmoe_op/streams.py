@@ -1,14 +1,16 @@
-"""The side streams, which the field calls alt_stream: one for each device and caller stream, for the life of the process.
+"""The side streams, which the field calls alt_stream: one for each device and caller stream, for the process's life.
 
-They are the library's own, not of PyTorch's pool: the pool hands 32 streams out in turn, so a pooled side stream may be, or become,
-the stream that another thread captures or computes on.
+They are the library's own, not of PyTorch's pool: the pool hands 32 streams out in turn, so a pooled side stream may be,
+or become, the stream that another thread captures or computes on.
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import threading
 from collections import defaultdict
+from collections.abc import Iterator
 
 import torch
 
@@ -38,7 +40,8 @@ def alt_stream(caller: torch.cuda.Stream) -> torch.cuda.Stream:
         key = (device, handle)
         if key not in _own:
             if not _free[device]:
-                _free[device] = _make_streams(device, _AHEAD)
+                with relaxed_capture():
+                    _free[device] = _make_streams(device, _AHEAD)
             _own[key] = _free[device].pop()
         return _own[key]
 
@@ -68,6 +71,18 @@ def set_alt_stream(stream: torch.cuda.Stream | None, *, caller: torch.cuda.Strea
         _given[stream.device_index, None if caller is None else caller.cuda_stream] = stream
 
 
+@contextlib.contextmanager
+def relaxed_capture() -> Iterator[None]:
+    """For loading a kernel: a capture in this thread lets through what it would else refuse, such as a module load."""
+    mode = ctypes.c_int(2)  # CU_STREAM_CAPTURE_MODE_RELAXED
+    cuda = ctypes.CDLL("libcuda.so.1")
+    _check(cuda.cuThreadExchangeStreamCaptureMode(ctypes.byref(mode)), "cuThreadExchangeStreamCaptureMode")
+    try:
+        yield
+    finally:
+        _check(cuda.cuThreadExchangeStreamCaptureMode(ctypes.byref(mode)), "cuThreadExchangeStreamCaptureMode")
+
+
 def _make_streams(device: int, count: int) -> list[torch.cuda.Stream]:
     """New streams on `device`, of the highest priority and not ordered with the default stream."""
     cuda = ctypes.CDLL("libcuda.so.1")
@@ -76,7 +91,7 @@ def _make_streams(device: int, count: int) -> list[torch.cuda.Stream]:
         torch.cuda.current_blas_handle()  # makes the device's context current in this thread
         low, high = ctypes.c_int(), ctypes.c_int()
         _check(cuda.cuCtxGetStreamPriorityRange(ctypes.byref(low), ctypes.byref(high)), "cuCtxGetStreamPriorityRange")
-        streams = []
+        streams: list[torch.cuda.Stream] = []
         for _ in range(count):
             handle = ctypes.c_void_p()
             error = cuda.cuStreamCreateWithPriority(ctypes.byref(handle), ctypes.c_uint(non_blocking), high)

@@ -1,0 +1,156 @@
+"""The launches of a layer as data, and the one executor that issues them.
+
+A schedule is a tuple of steps in the order in which they are issued: launches, each on a stream and with the tensors it
+reads and writes by name, and waits between the two streams. "main" is the caller's stream, "alt" its side stream
+(`streams.py`). All tensors are allocated on the caller's stream before the first step.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Literal
+
+import torch
+
+from dsmoe_op import streams
+from dsmoe_op.checks import LAYER_FIELDS
+
+StreamName = Literal["main", "alt"]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Launch:
+    """One kernel launch."""
+
+    name: str
+    stream: StreamName
+    reads: tuple[str, ...]
+    writes: tuple[str, ...]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Wait:
+    """What is issued on `waiter` from here on runs after all that was issued on `on` so far."""
+
+    waiter: StreamName
+    on: StreamName
+
+
+Step = Launch | Wait
+FORK = Wait(waiter="alt", on="main")
+JOIN = Wait(waiter="main", on="alt")
+
+
+def resolve(schedule: str, *, has_shared: bool) -> str:
+    """The schedule that "auto" means, and "serial" where there is no shared expert to run beside the routed ones."""
+    if not has_shared:
+        return "serial"
+    return "dual" if schedule == "auto" else schedule
+
+
+@functools.lru_cache(maxsize=256)
+def plan(
+    schedule: str, present: frozenset[str], *, zero_experts: bool, finalized: bool, alt_first: bool = False
+) -> tuple[Step, ...]:
+    """The steps of one layer.
+
+    Args:
+        schedule: a resolved one, so not "auto".
+        present: names of the optional tensors of the call, as in `dual_stream_moe`.
+        zero_experts: finalize also reads hidden_states.
+        finalized: whether finalize is the last launch.
+        alt_first: issue the side branch before the caller's own. A replayed graph continues a join on the lane of its
+            first-recorded parent, so the default keeps to one lane for the caller and one for the side stream.
+    """
+
+    def launch(name: str, reads: str, writes: str, stream: StreamName = "main") -> Launch:
+        there = (r for r in reads.split() if r not in OPTIONAL or r in present)
+        return Launch(name, stream, tuple(there), tuple(writes.split()))
+
+    has_shared, has_gate, fused = "shared_w13" in present, "shared_gate" in present, schedule == "fused"
+    branch: StreamName = "alt" if schedule == "dual_shared_main" else "main"
+    shared_branch: StreamName = "alt" if schedule == "dual" else "main"
+
+    routed = []
+    if "topk_ids" in present:
+        chosen = "topk_ids topk_weights"
+    else:
+        logits = "router_logits"
+        if "router_weight" in present:
+            logits = "logits"
+            routed.append(launch("router", "hidden_states router_weight router_bias", logits, branch))
+        chosen = "chosen_ids chosen_weights"
+        routed.append(launch("choose", f"{logits} correction_bias num_valid_tokens", chosen, branch))
+    rows = "offsets sorted_slot row_of"
+    slots = "slot_ids slot_weights"
+    routed.append(launch("sort", f"{chosen} expert_map num_valid_tokens", f"{rows} {slots}", branch))
+    gate = [launch("gate", "hidden_states shared_gate", "gate", shared_branch)] if has_gate else []
+    gemm1 = "hidden_states w13 w13_bias offsets sorted_slot slot_weights"
+    gemm2 = "h w2 w2_bias offsets"
+    shared1 = "hidden_states shared_w13 num_valid_tokens"
+    shared2 = f"shared_h shared_w2 num_valid_tokens{' gate' if has_gate else ''}"
+    if fused:
+        routed += gate
+        routed.append(launch("fused_gemm1", f"{gemm1} shared_w13 num_valid_tokens", "h shared_h"))
+        routed.append(launch("fused_gemm2", f"{gemm2} {shared2}", "y shared"))
+        shared = []
+    else:
+        routed.append(launch("gemm1", gemm1, "h", branch))
+        routed.append(launch("gemm2", gemm2, "y", branch))
+        shared = gate
+        if has_shared:
+            shared.append(launch("shared_gemm1", shared1, "shared_h", shared_branch))
+            shared.append(launch("shared_gemm2", shared2, "shared", shared_branch))
+    end = []
+    if finalized:
+        reads = "y slot_ids slot_weights row_of"
+        reads += (" shared" if has_shared else "") + (" hidden_states" if zero_experts else "")
+        end.append(launch("finalize", reads, "out"))
+
+    if schedule in ("serial", "fused"):
+        return (*routed, *shared, *end)
+    on_main, on_alt = (routed, shared) if branch == "main" else (shared, routed)
+    first, second = (on_alt, on_main) if alt_first else (on_main, on_alt)
+    return (FORK, *first, *second, JOIN, *end)
+
+
+OPTIONAL = frozenset(LAYER_FIELDS[3:16])
+"""Tensors of a call that may be absent."""
+
+
+def execute(steps: tuple[Step, ...], issue: Callable[[str], None], device: torch.device) -> None:
+    """Issues the steps: `issue(name)` launches on the current stream, which is set here.
+
+    An exception leaves the streams joined and the caller's stream current, so that a capture or the next call goes on.
+    """
+    main = torch.cuda.current_stream(device)
+    if not any(isinstance(step, Wait) for step in steps):
+        for step in steps:
+            issue(step.name)  # type: ignore[union-attr]
+        return
+    alt = streams.alt_stream(main)
+    if alt.cuda_stream == main.cuda_stream:  # a server's own side stream is the current one: in order on one stream
+        for step in steps:
+            if isinstance(step, Launch):
+                issue(step.name)
+        return
+    by_name: dict[StreamName, torch.cuda.Stream] = {"main": main, "alt": alt}
+    current: StreamName = "main"
+    forked = False
+    try:
+        for step in steps:
+            if isinstance(step, Wait):
+                by_name[step.waiter].wait_stream(by_name[step.on])
+                forked = step.waiter == "alt"
+                continue
+            if step.stream != current:
+                torch.cuda.set_stream(by_name[step.stream])
+                current = step.stream
+            issue(step.name)
+    finally:
+        if current != "main":
+            torch.cuda.set_stream(main)
+        if forked:
+            main.wait_stream(alt)
