@@ -51,9 +51,17 @@ def finalize(
     out = y.new_empty((T, H) if hidden_states is None else hidden_states.shape)
     if T:
         x = _rows(hidden_states, H) if hidden_states is not None and config.num_zero_experts else None
-        pieces = [t.contiguous() for t in (y, topk_ids, topk_weights, row_of)]
         with _on_device(y.device):
-            kernels.finalize(*pieces, None if shared is None else shared.contiguous(), x, out.view(T, H), config=config)
+            kernels.finalize(
+                y.contiguous(),
+                topk_ids.contiguous(),
+                topk_weights.contiguous(),
+                row_of.contiguous(),
+                _contiguous(shared),
+                x,
+                out.view(T, H),
+                config=config,
+            )
     return out
 
 
@@ -130,7 +138,7 @@ class _Call:
         getattr(self, "_" + name)()
 
     def _prepare(self, steps: tuple[schedules.Step, ...], features: tuple[str, frozenset[str]]) -> None:
-        """At the first call of its kind: compiles and loads all that any T can choose, so that a capture loads nothing."""
+        """At the first call of its kind: compiles and loads what any T can choose, so that a capture loads nothing."""
         layer = self.layer
         weights = (layer.w13, layer.w2, layer.router_weight, layer.shared_w13, layer.shared_w2)
         kind = (

@@ -1,7 +1,7 @@
 """The side streams, which the field calls alt_stream: one for each device and caller stream, for the process's life.
 
-They are the library's own, not of PyTorch's pool: the pool hands 32 streams out in turn, so a pooled side stream may be,
-or become, the stream that another thread captures or computes on.
+They are the library's own, not of PyTorch's pool: the pool hands 32 streams out in turn, so a pooled side stream may be
+or become the stream that another thread captures or computes on.
 """
 
 from __future__ import annotations
