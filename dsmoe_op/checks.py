@@ -339,7 +339,7 @@ def _check_dtype(name: str, tensor: Tensor, dtypes: tuple[torch.dtype, ...]) -> 
 
 def _check_device(name: str, tensor: Tensor, x: Tensor) -> None:
     if tensor.device != x.device:
-        raise ValueError(f"{name}: expected device {x.device} as hidden_states has, got {tensor.device}")
+        raise ValueError(f"{name}: expected device {x.device}, got {tensor.device}")
 
 
 def _dim(letter: str, size: int | None) -> str:

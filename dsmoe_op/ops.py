@@ -224,6 +224,8 @@ def route(
     Raises:
         ValueError: bad arguments, before anything is launched.
     """
+    if hidden_states is None and router_logits is None:  # there may be no tensor at all for the dispatcher to go by
+        checks.check_route(None, router_weight, router_bias, correction_bias, None, config=config)
     return torch.ops.dsmoe.route_v1.default(
         hidden_states, router_weight, router_bias, correction_bias, router_logits, _key(config)
     )
