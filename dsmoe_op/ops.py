@@ -281,10 +281,14 @@ def _route(*args: Any) -> tuple[Tensor, Tensor]:
     return _backend(x).route(checks.Routing(x, *args[1:-1]), T, num_logits, config)
 
 
-def _backward(grads: list[Tensor], inputs: list[Tensor], name: str) -> list[Tensor]:
-    raise NotImplementedError(
+def _no_backward(name: str) -> NotImplementedError:
+    return NotImplementedError(
         f"dsmoe::{name} has no backward. Call it under torch.no_grad() or torch.inference_mode(), or detach its inputs."
     )
+
+
+def _backward(grads: list[Tensor], inputs: list[Tensor], name: str) -> list[Tensor]:
+    raise _no_backward(name)
 
 
 # --- fakes ----------------------------------------------------------------------------------------------------------
@@ -383,6 +387,8 @@ def _autograd_of(op: Any, name: str) -> Callable[..., Any]:
                 if torch.autograd.forward_ad.unpack_dual(t).tangent is not None:
                     raise NotImplementedError(f"dsmoe::{name} has no forward-mode derivative")
         if torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
+            if torch._C._are_functorch_transforms_active():  # torch.func.grad and its like take no such Function
+                raise _no_backward(name)
             return _NoBackward.apply(op, name, *args)
         with torch._C._AutoDispatchBelowAutograd():
             return op(*args)
