@@ -57,7 +57,7 @@ def choose(
             "WEIGHTS_FROM": config.weights_from,
             "NORMALIZE": config.normalize,
             "SCALE": config.scale_in_weights,
-            "SCORE_DTYPE": TL_DTYPE[model_dtype] if config.score_dtype == "model" else tl.float32,
+            "STEP_DTYPE": TL_DTYPE[model_dtype] if config.score_dtype == "model" else tl.float32,
             "WEIGHT_DTYPE": TL_DTYPE[model_dtype] if config.weight_dtype == "model" else tl.float32,
             "num_warps": 1 if padded <= 1024 else 4,
         },
@@ -125,7 +125,7 @@ def _choose(
     WEIGHTS_FROM: tl.constexpr,
     NORMALIZE: tl.constexpr,
     SCALE: tl.constexpr,
-    SCORE_DTYPE: tl.constexpr,
+    STEP_DTYPE: tl.constexpr,
     WEIGHT_DTYPE: tl.constexpr,
 ):
     NEVER: tl.constexpr = -(2**63)
@@ -152,7 +152,7 @@ def _choose(
     if CHOICE_ON == "logit":
         key_GM = logits_GM
     else:
-        key_GM = _scores(logits_GM, top, total, SCORE, SCORE_DTYPE)
+        key_GM = _scores(logits_GM, top, total, SCORE, STEP_DTYPE)
     if bias_ptr is not None:
         key_GM += tl.load(bias_ptr + id_GM, mask=inside_GM, other=0.0).to(tl.float32)
     key_GM = tl.where(inside_GM & (key_GM == key_GM), key_GM, float("-inf"))
@@ -163,6 +163,8 @@ def _choose(
             first_G = tl.min(tl.where(key_GM == worth_G[:, None], m_M[None, :], MEMBERS_PAD), axis=1)
             worth_G += tl.max(tl.where(m_M[None, :] == first_G[:, None], float("-inf"), key_GM), axis=1)
             worth_G = tl.where(worth_G == worth_G, worth_G, float("-inf"))
+        if bias_ptr is None:
+            worth_G = worth_G.to(STEP_DTYPE).to(tl.float32)
         ranked_G = tl.where(g_G < GROUPS, _ranked(worth_G, g_G), NEVER)
         kept_G = g_G < 0
         for _ in range(TOPK_GROUP):
@@ -185,11 +187,11 @@ def _choose(
         top = tl.max(logits_K)
         exp_K = exp(logits_K - tl.where(top == float("-inf"), 0.0, top))
         total = tl.sum(exp_K)
-        weights_K = tl.div_rn(exp_K, tl.where(total == 0, 1.0, total))
+        weights_K = tl.div_rn(exp_K, tl.where(total == 0, 1.0, total)).to(STEP_DTYPE).to(tl.float32)
     elif WEIGHTS_FROM == "topk_sigmoid":
-        weights_K = sigmoid(logits_K)
+        weights_K = sigmoid(logits_K).to(STEP_DTYPE).to(tl.float32)
     else:
-        weights_K = _scores(logits_K, top, total, SCORE, SCORE_DTYPE)
+        weights_K = _scores(logits_K, top, total, SCORE, STEP_DTYPE)
     weights_K = tl.where(inside_K & (weights_K != float("-inf")), weights_K, 0.0)
     if NORMALIZE != "none":
         total = 0.0
@@ -199,9 +201,10 @@ def _choose(
             total += 1e-20
         elif NORMALIZE == "sum_clamp":
             total = tl.where(total < 1e-12, 1e-12, total)
+        total = total.to(STEP_DTYPE).to(tl.float32)
         total = tl.where(total == 0, 1.0, total)
-        weights_K = tl.div_rn(weights_K, total)
-    weights_K = (weights_K * SCALE).to(WEIGHT_DTYPE).to(tl.float32)
+        weights_K = tl.div_rn(weights_K, total).to(STEP_DTYPE).to(tl.float32)
+    weights_K = (weights_K * SCALE).to(STEP_DTYPE).to(WEIGHT_DTYPE).to(tl.float32)
 
     if num_valid_ptr is not None:
         valid = token < tl.load(num_valid_ptr)

@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from dsmoe_op.kernels.launch import launch
-from dsmoe_op.tuning import sort_block
+from dsmoe_op.tuning import sort_block, sort_variants
 
 
 def sort_rows(
@@ -48,8 +48,7 @@ def sort_rows(
     T, K = topk_ids_TK.shape
     if T == 0:
         return
-    block, num_warps = sort_block(T * K)
-    for block, num_warps in sort_block.variants if warmup else [(block, num_warps)]:
+    for block, num_warps in sort_variants() if warmup else (sort_block(T * K),):
         launch(
             _sort,
             (num_experts + 1,),
@@ -79,3 +78,83 @@ def sort_rows(
             },
             warmup=warmup,
         )
+
+
+@triton.jit
+def _slots(
+    n_N, num_slots, ids_ptr, id_stride_t, id_stride_k, map_ptr, num_valid, K: tl.constexpr, E: tl.constexpr,
+    E_ROUTING: tl.constexpr,
+):  # fmt: skip
+    """Id (int64) and expert of each slot; an expert of E where no expert has it, E + 1 outside the slots."""
+    inside_N = n_N < num_slots
+    t_N = n_N // K
+    k_N = n_N % K
+    ids_N = tl.load(ids_ptr + t_N.to(tl.int64) * id_stride_t + k_N * id_stride_k, mask=inside_N, other=-1).to(tl.int64)
+    ids_N = tl.where(t_N < num_valid, ids_N, -1)
+    routed_N = (ids_N >= 0) & (ids_N < E_ROUTING)
+    if map_ptr is not None:
+        experts_N = tl.load(map_ptr + ids_N, mask=routed_N, other=-1)
+        experts_N = tl.where((experts_N >= 0) & (experts_N < E), experts_N, E)
+    else:
+        experts_N = tl.where(routed_N, ids_N, E).to(tl.int32)
+    return ids_N, tl.where(inside_N, experts_N, E + 1)
+
+
+@triton.jit(
+    do_not_specialize=["num_slots", "id_stride_t", "id_stride_k", "weight_stride_t", "weight_stride_k"],
+    do_not_specialize_on_alignment=["ids_ptr", "weights_ptr", "map_ptr", "num_valid_ptr"],
+)
+def _sort(
+    ids_ptr,
+    id_stride_t,
+    id_stride_k,
+    weights_ptr,
+    weight_stride_t,
+    weight_stride_k,
+    map_ptr,
+    num_valid_ptr,
+    offsets_ptr,
+    sorted_slot_ptr,
+    row_of_ptr,
+    ids_out_ptr,
+    weights_out_ptr,
+    num_slots,
+    K: tl.constexpr,
+    E: tl.constexpr,
+    E_ROUTING: tl.constexpr,
+    Z: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    expert = tl.program_id(0)
+    num_valid = num_slots
+    if num_valid_ptr is not None:
+        num_valid = tl.load(num_valid_ptr)
+    block_N = tl.arange(0, BLOCK)
+
+    lower_N = tl.zeros([BLOCK], tl.int32)
+    for start in range(0, num_slots, BLOCK):
+        _, experts_N = _slots(
+            start + block_N, num_slots, ids_ptr, id_stride_t, id_stride_k, map_ptr, num_valid, K, E, E_ROUTING
+        )
+        lower_N += (experts_N < expert).to(tl.int32)
+    row = tl.sum(lower_N)
+    tl.store(offsets_ptr + expert, row)
+
+    for start in range(0, num_slots, BLOCK):
+        n_N = start + block_N
+        ids_N, experts_N = _slots(
+            n_N, num_slots, ids_ptr, id_stride_t, id_stride_k, map_ptr, num_valid, K, E, E_ROUTING
+        )
+        mine_N = experts_N == expert
+        one_N = mine_N.to(tl.int32)
+        rows_N = row + tl.cumsum(one_N, 0) - 1
+        row += tl.sum(one_N)
+        has_row_N = mine_N & (experts_N < E)
+        tl.store(sorted_slot_ptr + rows_N, n_N, mask=has_row_N)
+        tl.store(row_of_ptr + n_N, tl.where(has_row_N, rows_N, -1), mask=mine_N)
+        if ids_out_ptr is not None:
+            counts_N = has_row_N | ((ids_N >= E_ROUTING) & (ids_N < E_ROUTING + Z))
+            tl.store(ids_out_ptr + n_N, tl.where(counts_N, ids_N, -1).to(tl.int32), mask=mine_N)
+            weights_ptrs = weights_ptr + (n_N // K).to(tl.int64) * weight_stride_t + (n_N % K) * weight_stride_k
+            weights_N = tl.load(weights_ptrs, mask=counts_N & mine_N, other=0.0).to(tl.float32)
+            tl.store(weights_out_ptr + n_N, weights_N, mask=mine_N)

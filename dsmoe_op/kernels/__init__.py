@@ -1,0 +1,16 @@
+"""The layer's Triton kernels, one launcher each.
+
+A launcher issues one launch on the current stream of the current device and writes into the tensors it is given. It
+reads nothing back, allocates nothing, and does nothing for T = 0. With `warmup=True` it compiles and loads every
+variant that it could choose for these dtypes, sizes and strides at any T, and launches nothing.
+"""
+
+from dsmoe_op.kernels.choose import choose
+from dsmoe_op.kernels.finalize import finalize
+from dsmoe_op.kernels.gate import shared_gate
+from dsmoe_op.kernels.gemm import gemm1, gemm2
+from dsmoe_op.kernels.launch import compile_together
+from dsmoe_op.kernels.router import router_logits
+from dsmoe_op.kernels.sort import sort_rows
+
+__all__ = ["choose", "compile_together", "finalize", "gemm1", "gemm2", "router_logits", "shared_gate", "sort_rows"]
