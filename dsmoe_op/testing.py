@@ -1,0 +1,76 @@
+"""Tools that show a schedule to be safe."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+
+from dsmoe_op.schedule import Launch, Step, StreamName, Wait
+
+_BEGIN = "the call's beginning"
+_END = "the call's end"
+
+
+def check_schedule(steps: Iterable[Step], inputs: Collection[str], outputs: Collection[str] = ()) -> list[str]:
+    """What is wrong with a schedule, as sentences; an empty list is the proof that no timing of the streams changes a result.
+
+    A launch runs after another where a chain of stream order and waits says so. The call begins and ends on the caller's
+    stream "main": there its buffers are allocated and its inputs complete before the first step, and there its outputs are
+    read and its buffers handed to others after the last one.
+
+    - Each launch runs after the call's beginning and before its end, so the side stream is forked and joined.
+    - What a launch reads is an input, or written by a launch that it runs after. Nothing writes an input.
+    - Each buffer has one writer, and each output has one. The writer of "out" runs after all others.
+
+    Args:
+        steps: as `schedule.plan` gives them, in the order in which they are issued.
+        inputs: names of the tensors that the caller gives.
+        outputs: names of the buffers that the caller reads afterwards.
+    """
+    launches: list[Launch] = []
+    before: list[set[int]] = []  # of each launch, those that it runs after
+    done: dict[StreamName, set[int]] = {"main": {-1}, "alt": set()}  # what the next launch there runs after; -1 is _BEGIN
+    for step in steps:
+        if isinstance(step, Wait):
+            done[step.waiter] |= done[step.on]
+        else:
+            before.append(set(done[step.stream]))
+            done[step.stream].add(len(launches))
+            launches.append(step)
+
+    problems = []
+    writers: dict[str, list[int]] = {}
+    for i, launch in enumerate(launches):
+        if -1 not in before[i]:
+            problems.append(f"{launch.name} does not run after {_BEGIN}")
+        if i not in done["main"]:
+            problems.append(f"{launch.name} does not run before {_END}")
+        for name in launch.writes:
+            writers.setdefault(name, []).append(i)
+
+    for name, by in writers.items():
+        names = " and ".join(launches[i].name for i in by)
+        if name in inputs:
+            problems.append(f"{names} writes the input {name}")
+        if len(by) > 1:
+            problems.append(f"{name} is written by {names}")
+
+    for i, launch in enumerate(launches):
+        for name in launch.reads:
+            if name in inputs:
+                continue
+            by = writers.get(name, [])
+            if not by:
+                problems.append(f"{launch.name} reads {name}, which nothing writes")
+            problems += [
+                f"{launch.name} reads {name} and does not run after {launches[w].name}, which writes it"
+                for w in by
+                if w not in before[i]
+            ]
+    problems += [f"{_END} reads {name}, which nothing writes" for name in outputs if name not in writers]
+    for last in writers.get("out", []):
+        problems += [
+            f"{launches[last].name} writes out and does not run after {launch.name}"
+            for i, launch in enumerate(launches)
+            if i != last and i not in before[last]
+        ]
+    return problems

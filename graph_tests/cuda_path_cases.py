@@ -1,0 +1,216 @@
+"""What the buffers and launches of the CUDA path promise, on the CPU in Triton's interpreter.
+
+`test_cuda_path_interpreter.py` runs this file. A call is `cuda._Call`, its launches are issued in a schedule's order, and
+its buffers are full of garbage first.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import random
+from collections.abc import Iterable
+
+import pytest
+import torch
+from layers import TOLERANCE, WAYS, error, make_layer, tensors_of
+from torch import Tensor
+
+from dsmoe_op import MoEConfig, checks, cuda, reference
+from dsmoe_op import schedule as schedules
+from dsmoe_op.checks import LAYER_FIELDS, Layer
+from dsmoe_op.kernels.launch import INTERPRET
+from dsmoe_op.schedule import Launch, Step, Wait
+
+assert INTERPRET
+
+BUFFERS = (
+    "logits", "chosen_ids", "chosen_weights", "offsets", "sorted_slot", "row_of", "slot_ids", "slot_weights",
+    "h", "y", "gate", "shared_h", "shared", "out",
+)  # fmt: skip
+SCHEDULES = ("serial", "dual", "dual_shared_main", "fused")
+CONFIGS = {
+    "deepseek": MoEConfig(top_k=2, n_group=4, topk_group=2, routed_scaling_factor=2.5),
+    "scaled_output": MoEConfig(top_k=2, score="softmax", scale_on="output", routed_scaling_factor=3.0, combine="average"),
+    "zero_experts": MoEConfig(top_k=2, score="softmax", normalize="none", num_zero_experts=4),
+    "weight_on_input": MoEConfig(top_k=2, weights_from="topk_sigmoid", normalize="none", apply_router_weight_on_input=True),
+    "relu2": MoEConfig(top_k=2, activation="relu2", score="sqrtsoftplus"),
+}
+OPTIONS = {
+    "deepseek": {"shared_gate": True, "correction_bias": True},
+    "scaled_output": {"valid_tokens": 4, "expert_bias": True},
+    "zero_experts": {"shared_gate": True, "correction_bias": True, "valid_tokens": 3},
+    "weight_on_input": {"E_global": 12},
+    "relu2": {"router_bias": True},
+}
+SIZES = {"T": 5, "H": 48, "E": 8, "I": 16, "S": 32}  # S a multiple of I, for "fused"
+GARBAGE = {torch.int32: 1_000_000_007}  # NaN elsewhere
+
+
+def make(name: str, way: str, dtype: torch.dtype = torch.float32, **options: object) -> tuple[Tensor, dict]:
+    given = {**OPTIONS[name], **options}
+    if way == "topk_ids":
+        given.pop("correction_bias", None)
+    return make_layer(way=way, config=CONFIGS[name], dtype=dtype, **SIZES, **given)
+
+
+def fill(tensor: Tensor) -> None:
+    tensor.fill_(GARBAGE.get(tensor.dtype, float("nan")))
+
+
+class Run:
+    """One call: its buffers by the names that a schedule has for them, and its launches."""
+
+    def __init__(self, x: Tensor, args: dict, schedule: str, *, finalized: bool = True, alt_first: bool = False) -> None:
+        given = {"hidden_states": x, **args}
+        self.layer = Layer(**{name: given.get(name) for name in LAYER_FIELDS})
+        config = args["config"]
+        dims = checks.check_layer(self.layer, config, schedule)
+        out = torch.empty(dims.T, dims.H, dtype=x.dtype) if finalized else None
+        self.call = cuda._Call(self.layer, dims, config, out)
+        self.inputs = tensors_of(x, args)
+        resolved = schedules.resolve(schedule, has_shared=dims.S > 0)
+        present = frozenset(self.inputs) & schedules.OPTIONAL
+        self.steps: tuple[Step, ...] = schedules.plan(
+            resolved, present, zero_experts=config.num_zero_experts > 0, finalized=finalized, alt_first=alt_first
+        )
+        self.buffers = {name: getattr(self.call, "gate_T" if name == "gate" else name, None) for name in BUFFERS}
+        inputs = {t.data_ptr() for t in self.inputs.values()}
+        self.buffers = {n: t for n, t in self.buffers.items() if t is not None and t.data_ptr() not in inputs}
+        for tensor in self.buffers.values():
+            fill(tensor)
+
+    def issue(self, names: Iterable[str] | None = None) -> Run:
+        for name in [s.name for s in self.steps if isinstance(s, Launch)] if names is None else names:
+            self.call.issue(name)
+        return self
+
+    @property
+    def out(self) -> Tensor:
+        return self.buffers["out"]
+
+    @property
+    def pieces(self) -> tuple[Tensor, ...]:
+        c = self.call
+        return c.y, c.slot_ids, c.slot_weights, c.row_of, c.shared
+
+
+def same(a: Tensor, b: Tensor) -> bool:
+    """The same bits; a NaN equals itself."""
+    return a.shape == b.shape and torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("name", CONFIGS)
+def test_every_schedule_computes_the_reference_and_all_but_fused_the_same_bits(name, way) -> None:
+    x, args = make(name, way)
+    expected = reference.moe(x, **args)
+    outs = {schedule: Run(x, args, schedule).issue().out for schedule in SCHEDULES}
+    for schedule, out in outs.items():
+        assert error(out, expected) < TOLERANCE[torch.float32], schedule
+        assert schedule == "fused" or same(out, outs["serial"]), schedule
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("way", WAYS)
+def test_16_bit_dtypes_compute_the_reference(way, dtype) -> None:
+    x, args = make("deepseek", way, dtype)
+    assert error(Run(x, args, "dual").issue().out, reference.moe(x, **args)) < TOLERANCE[dtype]
+
+
+def interleaved(steps: tuple[Step, ...]) -> list[str]:
+    """The launches in a random order among those that two streams may run them in."""
+    main = [s for s in steps if isinstance(s, Wait) or s.stream == "main"]
+    alt = [s for s in steps if isinstance(s, Wait) or s.stream == "alt"]
+    order: list[str] = []
+    while main or alt:
+        heads = [lane for lane in (main, alt) if lane and isinstance(lane[0], Launch)]
+        if heads:
+            order.append(random.choice(heads).pop(0).name)
+        else:  # both are at the same wait
+            assert main.pop(0) == alt.pop(0)
+    return order
+
+
+@pytest.mark.parametrize("schedule", ["dual", "dual_shared_main"])
+@pytest.mark.parametrize("way", WAYS)
+def test_any_order_that_two_streams_allow_gives_the_same_bits(way, schedule) -> None:
+    x, args = make("deepseek", way)
+    serial = Run(x, args, "serial").issue().out
+    orders = {tuple(interleaved(Run(x, args, schedule).steps)) for _ in range(4)}
+    assert len(orders) > 1
+    for order in orders:
+        assert same(Run(x, args, schedule).issue(order).out, serial)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("name", CONFIGS)
+def test_unfinalized_and_finalize_give_the_bits_of_the_one_call(monkeypatch, name, schedule) -> None:
+    monkeypatch.setattr(cuda, "_on_device", contextlib.nullcontext)
+    x, args = make(name, random.choice(WAYS))
+    pieces = Run(x, args, schedule, finalized=False).issue().pieces
+    assert same(cuda.finalize(*pieces, x, args["config"]), Run(x, args, schedule).issue().out)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_no_input_is_written_resized_or_moved(schedule) -> None:
+    run = Run(*make("zero_experts", random.choice(WAYS)), schedule)
+    before = {n: (t.clone(), t.data_ptr(), t.shape, t.stride(), t._version) for n, t in run.inputs.items()}
+    run.issue()
+    for n, t in run.inputs.items():
+        clone, *rest = before[n]
+        assert same(t, clone), n
+        assert rest == [t.data_ptr(), t.shape, t.stride(), t._version], n
+
+
+@pytest.mark.parametrize(
+    ("schedule", "finalized", "way"),
+    [
+        *(("dual", True, way) for way in WAYS),
+        ("dual", False, "router_weight"),
+        ("fused", True, "router_weight"),
+        ("fused", False, "topk_ids"),
+    ],
+)
+@pytest.mark.parametrize("name", CONFIGS)
+def test_a_launch_touches_what_its_schedule_says_and_nothing_else(name, schedule, finalized, way) -> None:
+    """Each launch once on true tensors, once with garbage in all that it does not declare."""
+    run = Run(*make(name, way), schedule, finalized=finalized)
+    tensors = {**run.inputs, **run.buffers}
+    for launch in (s for s in run.steps if isinstance(s, Launch)):
+        reads, writes = set(launch.reads), set(launch.writes)
+        assert reads | writes <= tensors.keys()
+        before = {n: t.clone() for n, t in tensors.items()}
+        for n in writes:
+            fill(tensors[n])
+        filled = {n: tensors[n].clone() for n in writes}
+        run.call.issue(launch.name)
+        right = {n: tensors[n].clone() for n in writes}
+        for n in writes:
+            assert not same(right[n], filled[n]), f"{launch.name} does not write {n}"
+        for n, t in tensors.items():
+            assert n in writes or same(t, before[n]), f"{launch.name} writes {n}"
+
+        undeclared = tensors.keys() - reads - writes
+        for n in undeclared | writes:
+            fill(tensors[n])
+        run.call.issue(launch.name)
+        for n in writes:
+            assert same(tensors[n], right[n]), f"{launch.name} reads something that it does not declare"
+        for n in undeclared:
+            tensors[n].copy_(before[n])
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_every_buffer_of_a_call_is_one_that_the_schedule_names(way) -> None:
+    """A tensor that a launch could use behind the schedule's back would escape its checker."""
+    run = Run(*make("deepseek", way), "dual")
+    known = {t.data_ptr() for t in (*run.inputs.values(), *run.buffers.values())}
+    tensors = {n: t for n, t in vars(run.call).items() if isinstance(t, Tensor) and t.numel()}
+    assert {n for n, t in tensors.items() if t.data_ptr() not in known} == set()
+
+
+def test_no_two_buffers_share_memory() -> None:
+    run = Run(*make("deepseek", "router_weight"), "dual")
+    spans = sorted((t.data_ptr(), t.data_ptr() + t.nbytes) for t in run.buffers.values())
+    assert len(spans) == len(BUFFERS)
+    assert all(a[1] <= b[0] for a, b in zip(spans, spans[1:]))

@@ -1,0 +1,144 @@
+"""The first call of a kind compiles all that any T can need, so that a capture compiles and loads nothing.
+
+Launches are recorded here, not made. What a launch would compile follows from its kernel, the dtypes and alignment of its
+tensors, which of them are absent, the integers that Triton specialises on, and the constexpr arguments.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from typing import Any
+
+import pytest
+import torch
+from layers import WAYS, make_layer
+from torch import Tensor
+
+from dsmoe_op import checks, cuda, streams
+from dsmoe_op import schedule as schedules
+from dsmoe_op.checks import LAYER_FIELDS, Layer
+from dsmoe_op.schedule import Launch
+
+TOKENS = (1, 2, 7, 8, 9, 30, 64, 65, 150, 300, 1025, 5000)
+
+
+def kind_of(param: Any, value: Any) -> object:
+    """What Triton compiles for one argument of a kernel."""
+    if isinstance(value, Tensor):
+        return value.dtype, param.do_not_specialize_on_alignment or value.data_ptr() % 16 == 0
+    if value is None or param.do_not_specialize:
+        return type(value)
+    return value == 1, value % 16 == 0
+
+
+class Recorder:
+    """What is compiled ahead, and what the launches need."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.warm: set[object] = set()
+        self.launched: set[object] = set()
+        for name in ("router", "choose", "sort", "gemm", "gate", "finalize"):
+            monkeypatch.setattr(sys.modules[f"dsmoe_op.kernels.{name}"], "launch", self.launch)
+        monkeypatch.setattr(streams, "relaxed_capture", contextlib.nullcontext)
+        monkeypatch.setattr(cuda, "_prepared", set())
+        monkeypatch.setattr(schedules, "execute", self.execute)
+
+    def launch(self, kernel: Any, grid: tuple[int, ...], args: tuple, meta: dict, *, warmup: bool = False) -> None:
+        kinds = tuple(map(kind_of, kernel.params, args))
+        key = (kernel.fn.__name__, kinds, tuple(sorted(meta.items(), key=str)))
+        (self.warm if warmup else self.launched).add(key)
+
+    def execute(self, steps, issue, device) -> None:
+        for step in steps:
+            if isinstance(step, Launch):
+                issue(step.name)
+
+
+@pytest.fixture
+def recorder(monkeypatch: pytest.MonkeyPatch) -> Recorder:
+    return Recorder(monkeypatch)
+
+
+def call(x: Tensor, args: dict, *, schedule: str = "dual", entry: Any = cuda.moe) -> None:
+    given = {"hidden_states": x, **args}
+    layer = Layer(**{name: given.get(name) for name in LAYER_FIELDS})
+    dims = checks.check_layer(layer, args["config"], schedule)
+    with pytest.MonkeyPatch.context() as m:
+        m.setattr(cuda, "_on_device", contextlib.nullcontext)
+        entry(layer, dims, args["config"], schedule)
+
+
+@pytest.mark.parametrize("entry", [cuda.moe, cuda.moe_unfinalized])
+@pytest.mark.parametrize("schedule", ["serial", "dual", "dual_shared_main", "fused"])
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_one_call_of_any_size_prepares_all_sizes(recorder, dtype, way, schedule, entry) -> None:
+    call(*make_layer(3, way=way, dtype=dtype, S=64, shared_gate=True), schedule=schedule, entry=entry)
+    warm = set(recorder.warm)
+    for T in TOKENS:
+        call(*make_layer(T, way=way, dtype=dtype, S=64, shared_gate=True), schedule=schedule, entry=entry)
+    assert recorder.launched <= warm
+    assert recorder.warm == warm
+
+
+def padded(x: Tensor, before: int, after: int) -> Tensor:
+    """The same rows inside longer ones."""
+    return torch.nn.functional.pad(x, (before, after))[..., before : before + x.shape[-1]]
+
+
+def cast(name: str, dtype: torch.dtype) -> Any:
+    return lambda x, args: (x, args | {name: args[name].to(dtype)})
+
+
+OTHERS: dict[str, tuple[str, Any]] = {
+    "topk_ids int64": ("topk_ids", cast("topk_ids", torch.int64)),
+    "topk_weights bf16": ("topk_ids", cast("topk_weights", torch.bfloat16)),
+    "router_logits fp32": ("router_logits", cast("router_logits", torch.float32)),
+    "router_weight fp32": ("router_weight", cast("router_weight", torch.float32)),
+    "router_bias fp32": ("router_weight", cast("router_bias", torch.float32)),
+    "correction_bias bf16": ("router_weight", cast("correction_bias", torch.bfloat16)),
+    "w13_bias fp32": ("router_weight", cast("w13_bias", torch.float32)),
+    "w2_bias fp32": ("router_weight", cast("w2_bias", torch.float32)),
+    "shared_gate fp32": ("router_weight", cast("shared_gate", torch.float32)),
+    "w13 transposed": ("router_weight", lambda x, args: (x, args | {"w13": args["w13"].mT.contiguous().mT})),
+    "hidden_states in longer rows": ("router_weight", lambda x, args: (padded(x, 0, 3), args)),
+    "hidden_states off the 16 bytes": ("router_weight", lambda x, args: (padded(x, 1, 15), args)),
+}
+
+
+@pytest.mark.parametrize("other", OTHERS)
+def test_a_call_with_another_dtype_or_layout_is_another_kind(recorder, other) -> None:
+    """Else the kernels that its first call has no use for would compile at a later one."""
+    way, change = OTHERS[other]
+
+    def layer(T: int) -> tuple[Tensor, dict]:
+        router = {"router_bias": True, "correction_bias": True} if way == "router_weight" else {}
+        return make_layer(T, way=way, dtype=torch.bfloat16, shared_gate=True, expert_bias=True, **router)
+
+    call(*layer(3))
+    for T in (3, *TOKENS):
+        call(*change(*layer(T)))
+    assert recorder.launched <= recorder.warm
+
+
+@pytest.mark.parametrize("way", ["router_weight", "router_logits"])
+def test_routing_of_any_size_prepares_all_sizes(recorder, way) -> None:
+    def route(T: int) -> None:
+        x, args = make_layer(T, way=way, dtype=torch.bfloat16)
+        routing = checks.Routing(x, *(args.get(name) for name in checks.Routing._fields[1:]))
+        with pytest.MonkeyPatch.context() as m:
+            m.setattr(cuda, "_on_device", contextlib.nullcontext)
+            cuda.route(routing, T, 12, args["config"])
+
+    route(3)
+    first = recorder.warm | recorder.launched
+    for T in TOKENS:
+        route(T)
+    assert recorder.launched <= first
+
+
+def test_a_kind_is_prepared_once(recorder) -> None:
+    for T in (3, 3, 70):
+        call(*make_layer(T))
+    assert len(cuda._prepared) == 1

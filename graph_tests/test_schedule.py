@@ -1,0 +1,237 @@
+"""The launches of a layer as data: where they run, how many there are, and that no timing of two streams can matter."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+from collections.abc import Iterator
+
+import pytest
+
+from dsmoe_op.schedule import FORK, JOIN, Launch, Step, plan, resolve
+from dsmoe_op.testing import check_schedule
+
+ALWAYS = ("hidden_states", "w13", "w2")
+WAYS = {
+    "router_weight": ("router_weight", "router_bias", "correction_bias"),
+    "router_logits": ("router_logits", "correction_bias"),
+    "topk_ids": ("topk_ids", "topk_weights"),
+}
+SHARED = ("shared_w13", "shared_w2")
+OPTIONS = (("w13_bias", "w2_bias"), ("num_valid_tokens",), ("expert_map",), ("shared_gate",))
+UNFINALIZED = ("y", "slot_ids", "slot_weights", "row_of")
+ROUTED = {"router", "choose", "sort", "gemm1", "gemm2"}
+
+
+def presents(*, shared: bool) -> Iterator[frozenset[str]]:
+    """Every way in with every set of options."""
+    for way, chosen in itertools.product(WAYS.values(), itertools.product((False, True), repeat=len(OPTIONS))):
+        options = [names for names, is_there in zip(OPTIONS, chosen, strict=True) if is_there]
+        if ("shared_gate",) in options and not shared:
+            continue
+        yield frozenset((*way, *itertools.chain(*options), *(SHARED if shared else ())))
+
+
+Plan = tuple[tuple[Step, ...], set[str], tuple[str, ...]]
+
+
+@functools.cache
+def plans(*schedules: str) -> tuple[Plan, ...]:
+    """(steps, inputs, outputs) of every layer that these schedules can run."""
+    found: dict[tuple[Step, ...], Plan] = {}
+    for schedule, shared in itertools.product(schedules, (True, False)):
+        for present in presents(shared=shared):
+            for zero_experts, finalized, alt_first in itertools.product((False, True), repeat=3):
+                steps = plan(
+                    resolve(schedule, has_shared=shared),
+                    present,
+                    zero_experts=zero_experts,
+                    finalized=finalized,
+                    alt_first=alt_first,
+                )
+                outputs = ("out",) if finalized else (*UNFINALIZED, *(("shared",) if shared else ()))
+                found[steps] = (steps, {*ALWAYS, *present}, outputs)
+    return tuple(found.values())
+
+
+ALL = ("serial", "dual", "dual_shared_main", "fused")
+TWO_STREAMS = ("dual", "dual_shared_main")
+
+
+def launches(steps: tuple[Step, ...], stream: str | None = None) -> list[Launch]:
+    return [step for step in steps if isinstance(step, Launch) and stream in (None, step.stream)]
+
+
+def two_streams(*schedules: str) -> Iterator[tuple[Step, ...]]:
+    return (steps for steps, _, _ in plans(*schedules) if FORK in steps)
+
+
+def test_dual_runs_the_routed_experts_on_the_callers_stream_and_the_shared_one_beside_them() -> None:
+    for steps in two_streams("dual"):
+        assert {s.name for s in launches(steps, "main")} <= {*ROUTED, "finalize"}
+        assert {s.name for s in launches(steps, "alt")} - {"gate"} == {"shared_gemm1", "shared_gemm2"}
+
+
+def test_dual_shared_main_runs_them_the_other_way_round() -> None:
+    for steps in two_streams("dual_shared_main"):
+        assert {s.name for s in launches(steps, "alt")} <= ROUTED
+        assert {"shared_gemm1", "shared_gemm2"} <= {s.name for s in launches(steps, "main")}
+
+
+def test_the_fork_comes_first_and_the_join_right_before_finalize() -> None:
+    for steps in two_streams(*TWO_STREAMS):
+        end = launches(steps)[-1:] if launches(steps)[-1].name == "finalize" else []
+        assert steps[0] == FORK
+        assert steps[-1 - len(end)] == JOIN
+        assert (steps.count(FORK), steps.count(JOIN)) == (1, 1)
+
+
+def test_finalize_is_the_last_launch_of_every_layer_that_has_it() -> None:
+    for steps, _, outputs in plans(*ALL):
+        names = [s.name for s in launches(steps)]
+        assert names.count("finalize") == ("out" in outputs)
+        assert "finalize" not in names[:-1]
+
+
+def test_the_callers_branch_is_issued_first_unless_asked_otherwise() -> None:
+    for schedule, present in itertools.product(TWO_STREAMS, presents(shared=True)):
+        for alt_first in (False, True):
+            steps = plan(schedule, present, zero_experts=False, finalized=True, alt_first=alt_first)
+            order = [s.stream for s in launches(steps)[:-1]]
+            assert order == sorted(order, reverse=not alt_first)
+
+
+def test_dual_issues_at_most_six_launches_on_the_callers_stream_and_three_beside_them() -> None:
+    for steps in two_streams("dual"):
+        assert len(launches(steps, "main")) <= 6
+        assert len(launches(steps, "alt")) <= 3
+
+
+def test_serial_and_fused_have_one_stream_and_no_waits() -> None:
+    for steps, _, _ in plans("serial", "fused"):
+        assert launches(steps, "main") == list(steps)
+
+
+def test_fused_runs_the_shared_expert_in_the_launches_of_the_routed_ones() -> None:
+    for present in presents(shared=True):
+        names = [s.name for s in launches(plan("fused", present, zero_experts=False, finalized=True))]
+        assert [n for n in names if "gemm" in n] == ["fused_gemm1", "fused_gemm2"]
+
+
+@pytest.mark.parametrize("schedule", ["auto", *ALL])
+def test_every_schedule_means_serial_without_a_shared_expert(schedule: str) -> None:
+    assert resolve(schedule, has_shared=False) == "serial"
+
+
+def test_auto_means_two_streams_with_a_shared_expert() -> None:
+    assert resolve("auto", has_shared=True) == "dual"
+    assert [resolve(s, has_shared=True) for s in ALL] == list(ALL)
+
+
+def test_a_tensor_that_is_absent_is_not_read() -> None:
+    for steps, inputs, _ in plans(*ALL):
+        buffers = {name for s in launches(steps) for name in s.writes}
+        assert {name for s in launches(steps) for name in s.reads} <= inputs | buffers
+
+
+def test_no_timing_of_the_streams_changes_a_result() -> None:
+    count = 0
+    for steps, inputs, outputs in plans(*ALL):
+        assert check_schedule(steps, inputs, outputs) == []
+        count += 1
+    assert count > 500
+
+
+# --- the checker itself: each way to spoil a schedule is caught -------------------------------------------------------
+
+
+def replaced(steps: tuple[Step, ...], i: int, **changes: object) -> tuple[Step, ...]:
+    return (*steps[:i], dataclasses.replace(steps[i], **changes), *steps[i + 1 :])
+
+
+def without(steps: tuple[Step, ...], i: int) -> tuple[Step, ...]:
+    return (*steps[:i], *steps[i + 1 :])
+
+
+def dropped_waits(steps: tuple[Step, ...], inputs: set[str]) -> Iterator[tuple[Step, ...]]:
+    return (without(steps, i) for i, step in enumerate(steps) if step in (FORK, JOIN))
+
+
+def waits_moved_by_one(steps: tuple[Step, ...], inputs: set[str]) -> Iterator[tuple[Step, ...]]:
+    """The fork after the first launch beside the caller's, and the join before the last one."""
+    on_alt = [i for i, step in enumerate(steps) if isinstance(step, Launch) and step.stream == "alt"]
+    if FORK in steps:
+        yield (*steps[1 : on_alt[0] + 1], FORK, *steps[on_alt[0] + 1 :])
+        join = steps.index(JOIN)
+        rest = (*steps[on_alt[-1] : join], *steps[join + 1 :])
+        yield (*steps[: on_alt[-1]], JOIN, *rest)
+
+
+def launches_on_the_other_stream(steps: tuple[Step, ...], inputs: set[str]) -> Iterator[tuple[Step, ...]]:
+    other = {"main": "alt", "alt": "main"}
+    return (replaced(steps, i, stream=other[s.stream]) for i, s in enumerate(steps) if isinstance(s, Launch))
+
+
+def shared_buffers(steps: tuple[Step, ...], inputs: set[str]) -> Iterator[tuple[Step, ...]]:
+    """One of two buffers takes the other's name, everywhere."""
+    buffers = [name for s in launches(steps) for name in s.writes]
+
+    def renamed(names: tuple[str, ...], old: str, new: str) -> tuple[str, ...]:
+        return tuple(new if name == old else name for name in names)
+
+    for old, new in itertools.combinations(buffers, 2):
+        yield tuple(
+            dataclasses.replace(s, reads=renamed(s.reads, old, new), writes=renamed(s.writes, old, new))
+            if isinstance(s, Launch)
+            else s
+            for s in steps
+        )
+
+
+def written_inputs(steps: tuple[Step, ...], inputs: set[str]) -> Iterator[tuple[Step, ...]]:
+    for i, step in enumerate(steps):
+        if isinstance(step, Launch):
+            yield from (replaced(steps, i, writes=(*step.writes, name)) for name in inputs)
+
+
+def dropped_launches(steps: tuple[Step, ...], inputs: set[str]) -> Iterator[tuple[Step, ...]]:
+    return (without(steps, i) for i, step in enumerate(steps) if isinstance(step, Launch))
+
+
+def late_writers(steps: tuple[Step, ...], inputs: set[str]) -> Iterator[tuple[Step, ...]]:
+    """A launch is issued after the one that first reads what it writes."""
+    for i, step in enumerate(steps):
+        if isinstance(step, Launch):
+            reader = next(
+                (j for j, s in enumerate(steps) if isinstance(s, Launch) and set(s.reads) & set(step.writes)), None
+            )
+            if reader is not None:
+                yield (*steps[:i], *steps[i + 1 : reader + 1], step, *steps[reader + 1 :])
+
+
+MUTATIONS = [
+    dropped_waits,
+    waits_moved_by_one,
+    launches_on_the_other_stream,
+    shared_buffers,
+    written_inputs,
+    dropped_launches,
+    late_writers,
+]
+
+
+@pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda m: m.__name__)
+def test_the_checker_catches(mutation) -> None:
+    seen = missed = 0
+    for steps, inputs, outputs in plans(*ALL):
+        for spoilt in mutation(steps, inputs):
+            seen += 1
+            missed += not check_schedule(spoilt, inputs, outputs)
+    assert seen > 100
+    assert missed == 0
+
+
+def test_the_checker_names_the_launches_and_the_tensor() -> None:
+    steps = (FORK, Launch("a", "main", ("x",), ("h",)), Launch("b", "alt", ("h",), ("y",)), JOIN)
+    assert check_schedule(steps, {"x"}, ("y",)) == ["b reads h and does not run after a, which writes it"]
