@@ -36,6 +36,8 @@ class DualStreamMoE(nn.Module):
     """
 
     config: MoEConfig
+    _paths: tuple[tuple[str, tuple[str, ...]], ...]
+    """Op argument -> path of the attribute that holds it."""
 
     def __init__(
         self,
@@ -80,7 +82,8 @@ class DualStreamMoE(nn.Module):
             self.register_parameter(name, tensor)
         bias = torch.zeros(E_logits, dtype=torch.float32, device=device) if correction_bias else None
         self.register_buffer("correction_bias", bias)
-        self._paths = tuple((name, (name,)) for name in (*shapes, "correction_bias") if getattr(self, name) is not None)
+        held = [name for name in (*shapes, "correction_bias") if getattr(self, name) is not None]
+        self._paths = tuple((name, (name,)) for name in held)
         self.reset_parameters()
 
     @classmethod
@@ -155,4 +158,4 @@ class DualStreamMoE(nn.Module):
         )
 
     def extra_repr(self) -> str:
-        return f"{self.config}, schedule={self.schedule!r}"
+        return f"config={self.config.key}, schedule={self.schedule!r}"
