@@ -11,12 +11,15 @@ import torch
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--seed", type=int, default=None, help="random inputs of an earlier run (its header shows the seed)")
+    parser.addoption(
+        "--seed", type=int, default=None, help="random inputs of an earlier run (its header shows the seed)"
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:
     if config.option.seed is None:
         config.option.seed = random.randrange(10**6)
+    torch.set_num_threads(1)  # on inputs of this size threads do little but wait for each other
 
 
 def pytest_report_header(config: pytest.Config) -> str:
