@@ -88,7 +88,7 @@ def _make_streams(device: int, count: int) -> list[torch.cuda.Stream]:
     cuda = ctypes.CDLL("libcuda.so.1")
     non_blocking = 1
     with torch.cuda.device(device):
-        torch.cuda.current_blas_handle()  # makes the device's context current in this thread
+        torch.cuda.is_current_stream_capturing()  # a runtime call: it makes the device's context current in this thread
         low, high = ctypes.c_int(), ctypes.c_int()
         _check(cuda.cuCtxGetStreamPriorityRange(ctypes.byref(low), ctypes.byref(high)), "cuCtxGetStreamPriorityRange")
         streams: list[torch.cuda.Stream] = []
