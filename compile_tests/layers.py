@@ -71,7 +71,11 @@ def make_layer(
     elif way == "router_logits":
         layer["router_logits"] = random(tokens, E_logits, dtype=router_dtype or dtype)
     elif way == "topk_ids":
-        layer["topk_ids"] = torch.rand(tokens, E_logits, device=device).argsort(dim=1)[:, : config.top_k].int()
+        layer["topk_ids"] = (
+            torch.rand(tokens, E_logits, device=device)
+            .argsort(dim=1)[:, : config.top_k]
+            .to(torch.int32, memory_format=torch.contiguous_format)
+        )
         layer["topk_weights"] = torch.rand(tokens, config.top_k, device=device)
     else:
         raise ValueError(f"way: expected one of {WAYS}, got {way!r}")

@@ -143,6 +143,13 @@ def test_configs_that_differ_have_different_keys():
 
 
 @pytest.mark.parametrize("fields", VARIANTS, ids=lambda fields: json.dumps(fields))
+def test_the_key_is_canonical_json(fields):
+    key = MoEConfig(**fields).key
+    assert json.loads(key) == fields
+    assert json.dumps(fields, separators=(",", ":"), sort_keys=True) == key
+
+
+@pytest.mark.parametrize("fields", VARIANTS, ids=lambda fields: json.dumps(fields))
 def test_a_config_comes_back_from_its_key_pickle_and_copies(fields):
     config = MoEConfig(**fields)
     for other in (

@@ -116,9 +116,10 @@ class MoEConfig:
     """Canonical string: top_k and whatever differs from its default, so that a later field leaves old keys valid."""
 
     def _make_key(self) -> str:
-        fields = [f for f in dataclasses.fields(self) if f.init]
-        values = {f.name: getattr(self, f.name) for f in fields if getattr(self, f.name) != f.default}
-        return json.dumps(values, separators=(",", ":"), sort_keys=True)
+        # By hand, since Dynamo traces this where a config is made inside a compiled function, and can't trace json.dumps.
+        values = [(name, getattr(self, name)) for name in _FIELDS]
+        parts = [f'"{name}":{_json(v)}' for name, v in values if name not in _DEFAULTS or v != _DEFAULTS[name]]
+        return "{" + ",".join(parts) + "}"
 
     @staticmethod
     @functools.lru_cache(maxsize=256)
@@ -173,6 +174,15 @@ _CHOICES: dict[str, tuple[str, ...]] = {
     "w13_order": get_args(W13Order),
     "combine": get_args(Combine),
 }
+
+_FIELDS = tuple(sorted(f.name for f in dataclasses.fields(MoEConfig) if f.init))
+_DEFAULTS = {f.name: f.default for f in dataclasses.fields(MoEConfig) if f.default is not dataclasses.MISSING}
+
+
+def _json(value: object) -> str:
+    if isinstance(value, str):  # one of its field's choices: nothing to escape
+        return f'"{value}"'
+    return str(value).lower() if isinstance(value, bool) else repr(value)
 
 
 def _refuse(name: str, got: object, accepted: str) -> None:
