@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import pathlib
 import random
+import shutil
 import zlib
 from collections.abc import Iterator
 
@@ -47,3 +49,12 @@ def fresh_dynamo() -> Iterator[None]:
     torch._dynamo.reset()
     yield
     torch._dynamo.reset()
+
+
+@pytest.fixture
+def inductor(device: str) -> str:
+    """A device on which Inductor can compile: it writes C++ for the CPU."""
+    headers = pathlib.Path(torch.__file__).parent / "include" / "torch" / "csrc"
+    if device == "cpu" and not (headers.exists() and shutil.which("g++")):
+        pytest.skip("needs g++ and torch's C++ headers")
+    return device

@@ -116,7 +116,7 @@ class MoEConfig:
     """Canonical string: top_k and whatever differs from its default, so that a later field leaves old keys valid."""
 
     def _make_key(self) -> str:
-        # By hand, since Dynamo traces this where a config is made inside a compiled function, and can't trace json.dumps.
+        # By hand: Dynamo traces this where a config is made inside a compiled function, and it can't trace json.dumps.
         values = [(name, getattr(self, name)) for name in _FIELDS]
         parts = [f'"{name}":{_json(v)}' for name, v in values if name not in _DEFAULTS or v != _DEFAULTS[name]]
         return "{" + ",".join(parts) + "}"
