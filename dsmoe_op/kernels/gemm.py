@@ -17,7 +17,6 @@ from torch import Tensor
 
 from dsmoe_op.config import MoEConfig
 from dsmoe_op.kernels.launch import INTERPRET, launch, row_stride
-from dsmoe_op.kernels.numerics import sigmoid
 from dsmoe_op.tuning import gemm_kind, gemm_tile, gemm_variants
 
 
@@ -204,6 +203,12 @@ def _grouped(
 
 
 @triton.jit
+def _sigmoid(x):
+    """Within some 10 ulp, which is enough behind a product; the exact one would cost a tile's end registers and time."""
+    return 1.0 / (1.0 + tl.exp(-x))
+
+
+@triton.jit
 def _activate(gate, up, ACTIVATION: tl.constexpr, CLAMP: tl.constexpr, CLAMP_AFTER: tl.constexpr):
     """`reference.activation` of float32 tiles. Limits are selections, which let a NaN through."""
     if ACTIVATION == "relu2":
@@ -216,13 +221,13 @@ def _activate(gate, up, ACTIVATION: tl.constexpr, CLAMP: tl.constexpr, CLAMP_AFT
         if not CLAMP_AFTER:
             gate = tl.where(gate > CLAMP, CLAMP, gate)
     if ACTIVATION == "swiglu_oai":
-        gate = gate * sigmoid(1.702 * gate)
+        gate = gate * _sigmoid(1.702 * gate)
         up += 1.0
     elif ACTIVATION == "silu":
-        gate = gate * sigmoid(gate)
+        gate = gate * _sigmoid(gate)
     elif ACTIVATION == "gelu_tanh":
         # (1 + tanh z) / 2 = sigmoid(2 z)
-        gate = gate * sigmoid(1.5957691216057308 * (gate + 0.044715 * gate * gate * gate))
+        gate = gate * _sigmoid(1.5957691216057308 * (gate + 0.044715 * gate * gate * gate))
     else:
         gate = 0.5 * gate * (1.0 + tl.erf(gate * 0.7071067811865476))
     if CLAMP is not None and CLAMP_AFTER:

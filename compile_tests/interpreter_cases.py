@@ -1,0 +1,710 @@
+"""What the Triton kernels promise, run in Triton's interpreter: `test_kernels_interpreter.py` does it.
+
+Oracles are `dsmoe_op.reference` in float64 and plain torch. The interpreter computes no bf16 products (they are float32
+here) and truncates where it rounds to bf16; both are tested on a GPU.
+"""
+
+from __future__ import annotations
+
+import itertools
+import sys
+
+import pytest
+import torch
+from torch import Tensor
+
+import dsmoe_op.kernels.gemm as gemm_module
+import dsmoe_op.kernels.sort as sort_module
+from dsmoe_op import kernels, reference
+from dsmoe_op.config import MoEConfig
+from dsmoe_op.kernels.launch import INTERPRET
+from dsmoe_op.tuning import gemm_variants, sort_variants
+
+BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
+INF, NAN = float("inf"), float("nan")
+ROUNDING = {BF16: 2.0**-7, FP16: 2.0**-11, FP32: 2.0**-20}  # of one result; float32 leaves room for its sum
+GARBAGE = 12345  # what a kernel must not leave, or must not read
+
+assert INTERPRET
+
+
+@pytest.fixture
+def rng() -> torch.Generator:
+    """Seeded for each test by conftest.py."""
+    return torch.default_generator
+
+
+def randn(rng: torch.Generator, *shape: int, dtype: torch.dtype = FP32, scale: float = 1.0) -> Tensor:
+    return (torch.randn(*shape, generator=rng) * scale).to(dtype)
+
+
+def close(got: Tensor, want: Tensor, dtype: torch.dtype | None = None, slack: float = 2.0) -> None:
+    """Within `slack` roundings to the dtype, and of float32 sums of the size of the largest value."""
+    eps = slack * ROUNDING[dtype or got.dtype]
+    atol = slack * ROUNDING[FP32] * max(1e-30, want.abs().max().item() if want.numel() else 0.0)
+    torch.testing.assert_close(got.to(FP64), want.to(FP64), rtol=eps, atol=atol)
+
+
+def padded_rows(x: Tensor) -> Tensor:
+    """The same values behind a row stride larger than the row."""
+    wide = torch.full((x.shape[0], x.shape[1] + 24), float(GARBAGE), dtype=x.dtype)
+    wide[:, 8 : 8 + x.shape[1]] = x
+    return wide[:, 8 : 8 + x.shape[1]]
+
+
+def transposed(w: Tensor) -> Tensor:
+    """The same values with the unit stride in the last dim but one."""
+    return w.mT.contiguous().mT
+
+
+# Router
+
+
+@pytest.mark.parametrize(
+    ("x_dtype", "weight_dtype"), [(BF16, BF16), (BF16, FP32), (FP16, FP16), (FP16, FP32), (FP32, FP32), (FP32, BF16)]
+)
+@pytest.mark.parametrize("T", [1, 2, 7, 70])
+def test_router_logits_are_the_float32_product(rng, x_dtype, weight_dtype, T):
+    H, E = 336, 21
+    x, weight = randn(rng, T, H, dtype=x_dtype), randn(rng, E, H, dtype=weight_dtype, scale=0.1)
+    bias = randn(rng, E, dtype=weight_dtype)
+    for x_form, weight_form, b in [(x, weight, bias), (padded_rows(x), transposed(weight), None)]:
+        logits = torch.full((T, E), NAN)
+        kernels.router_logits(x_form, weight_form, b, logits, round_to_model=False)
+        close(logits, reference.compute_logits(x, weight, b, MoEConfig(top_k=1)), slack=4)
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP16])
+def test_router_rounds_the_logits_to_the_model_dtype_after_the_bias(rng, dtype):
+    x, weight, bias = randn(rng, 5, 64, dtype=dtype), randn(rng, 12, 64, dtype=dtype), randn(rng, 12, dtype=dtype)
+    logits = torch.full((5, 12), NAN)
+    kernels.router_logits(x, weight, bias, logits, round_to_model=True)
+    assert torch.equal(logits, logits.to(dtype).float())
+    close(logits, reference.compute_logits(x, weight, bias, MoEConfig(top_k=1)), dtype, slack=1)
+
+
+# Choice
+
+
+def choose(logits: Tensor, config: MoEConfig, bias=None, num_valid=None, model_dtype=FP32) -> tuple[Tensor, Tensor]:
+    T = logits.shape[0]
+    ids = torch.full((T, config.top_k), GARBAGE, dtype=torch.int32)
+    weights = torch.full((T, config.top_k), NAN)
+    kernels.choose(logits, bias, num_valid, ids, weights, config=config, model_dtype=model_dtype)
+    return ids, weights
+
+
+def clear_rows(logits: Tensor, config: MoEConfig, bias: Tensor | None, margin: float = 1e-6) -> Tensor:
+    """bool [T]: rows whose choice has no two candidates so close that float32 may swap them.
+
+    A pair closer than the margin changes places when the margin's multiples are added one way or the other.
+    """
+    nudge = margin * torch.arange(logits.shape[1], dtype=FP64)
+    bias = torch.zeros(logits.shape[1]) if bias is None else bias
+    ids = [reference.route(logits.to(FP64), config, correction_bias=bias.to(FP64) + s * nudge)[0] for s in (-1, 1)]
+    return (ids[0] == ids[1]).all(1)
+
+
+def check_choice(logits: Tensor, config: MoEConfig, bias=None, num_valid=None, dtype=FP64, all_rows=False) -> None:
+    """Against the reference in `dtype`, on the rows whose choice is clear or on all."""
+    got = choose(logits, config, bias, num_valid)
+    want = reference.route(logits.to(dtype), config, correction_bias=bias, num_valid_tokens=num_valid)
+    if not all_rows:
+        clear = clear_rows(logits, config, bias)
+        assert clear.float().mean() > 0.4
+        got, want = [t[clear] for t in got], [t[clear] for t in want]
+    assert got[0].tolist() == want[0].tolist()
+    torch.testing.assert_close(got[1].to(FP64), want[1].to(FP64), rtol=1e-6, atol=1e-6)
+
+
+def spread(rng: torch.Generator, T: int, E: int, low: float, high: float) -> Tensor:
+    """Logits [T, E] in random order, no two of a row closer than about (high - low) / 2E."""
+    grid = torch.stack([torch.randperm(E, generator=rng) for _ in range(T)]) + torch.rand(T, E, generator=rng) / 2
+    return low + (high - low) / E * grid
+
+
+SCORES = ["sigmoid", "softmax", "sqrtsoftplus", "none"]
+
+
+@pytest.mark.parametrize("score", SCORES)
+@pytest.mark.parametrize("choice_on", ["score", "logit"])
+@pytest.mark.parametrize("weights_from", ["score", "topk_softmax", "topk_sigmoid"])
+def test_choose_is_the_reference_for_every_score_and_source_of_weights(rng, score, choice_on, weights_from):
+    logits, bias = randn(rng, 5, 44, scale=2), randn(rng, 44)
+    for normalize, scale_on, b in [
+        ("none", "weights", bias),
+        ("sum", "output", None),
+        ("sum_eps", "weights", None),
+        ("sum_clamp", "weights", bias),
+    ]:
+        config = MoEConfig(
+            top_k=6, score=score, choice_on=choice_on, weights_from=weights_from, normalize=normalize,
+            routed_scaling_factor=2.5, scale_on=scale_on,
+        )  # fmt: skip
+        if normalize != "none" and score == "none":
+            logits = logits.abs()  # a sum near 0 would make any rounding large
+        check_choice(logits, config, b)
+
+
+@pytest.mark.parametrize("group_score", ["top2_sum", "max"])
+@pytest.mark.parametrize("group_mask", ["-inf", "zero"])
+@pytest.mark.parametrize(
+    ("E", "n_group", "topk_group", "top_k"), [(40, 5, 2, 7), (36, 6, 3, 8), (160, 8, 3, 6), (16, 8, 8, 16)]
+)
+def test_choose_is_the_reference_for_groups(rng, group_score, group_mask, E, n_group, topk_group, top_k):
+    config = MoEConfig(
+        top_k=top_k, n_group=n_group, topk_group=topk_group, group_score=group_score, group_mask=group_mask
+    )  # fmt: skip
+    check_choice(randn(rng, 6, E), config, randn(rng, E))
+    check_choice(randn(rng, 6, E), config, randn(rng, E) - 4)  # every biased score negative: zeros win
+
+
+@pytest.mark.parametrize("score", SCORES)
+@pytest.mark.parametrize("weights_from", ["score", "topk_softmax", "topk_sigmoid"])
+def test_choose_rounds_to_the_model_dtype_where_the_config_says(rng, score, weights_from):
+    """Against the same steps in float32, which differ by a rounding of FP16 only where a number lies between two."""
+    logits, bias, same = spread(rng, 4, 24, 0, 4), 2.0 * torch.randperm(24, generator=rng), []
+    for normalize, (score_dtype, weight_dtype), (groups, b) in itertools.product(
+        ["none", "sum_eps"],
+        [("model", "float32"), ("float32", "model"), ("model", "model")],
+        [(None, bias), (6, None)],
+    ):
+        config = MoEConfig(
+            top_k=5, score=score, weights_from=weights_from, normalize=normalize, score_dtype=score_dtype,
+            weight_dtype=weight_dtype, n_group=groups, topk_group=groups and 4, routed_scaling_factor=1.7,
+        )  # fmt: skip
+        ids, weights = choose(logits, config, b, model_dtype=FP16)
+        want_ids, want = reference.route(logits, config, correction_bias=b, model_dtype=FP16)
+        assert ids.tolist() == want_ids.tolist()
+        assert torch.equal(weights, weights.half().float())
+        torch.testing.assert_close(weights, want, rtol=2.0**-9, atol=0)
+        same.append((weights == want).float().mean().item())
+    assert min(same) > 0.8
+
+
+@pytest.mark.parametrize("score", SCORES)
+def test_choose_gives_ties_to_the_lowest_id(rng, score):
+    logits = torch.randint(-1, 2, (12, 30), generator=rng).float()
+    logits[3] = 0.0
+    logits[4, ::2] = -0.0
+    for groups in (None, 5):
+        config = MoEConfig(top_k=9, score=score, n_group=groups, topk_group=groups and 3, normalize="none")
+        check_choice(logits, config, all_rows=True)
+
+
+@pytest.mark.parametrize("score", SCORES)
+@pytest.mark.parametrize(
+    ("weights_from", "normalize"),
+    [("score", "none"), ("score", "sum"), ("score", "sum_eps"), ("topk_softmax", "sum"), ("topk_sigmoid", "sum_clamp")],
+)
+def test_choose_survives_bad_rows(rng, score, weights_from, normalize):
+    logits = spread(rng, 7, 20, 0, 5)
+    clean_ids, clean_weights = choose(
+        logits, MoEConfig(top_k=4, score=score, weights_from=weights_from, normalize=normalize)
+    )
+    for groups in (None, 5):
+        config = MoEConfig(
+            top_k=4,
+            score=score,
+            weights_from=weights_from,
+            normalize=normalize,
+            n_group=groups,
+            topk_group=groups and 2,
+        )
+        bad = logits.clone()
+        bad[0], bad[1], bad[2] = NAN, -INF, INF
+        bad[3, 3:], bad[4, ::2], bad[5, 7] = -INF, NAN, INF
+        ids, weights = choose(bad, config)
+        assert weights.isfinite().all()
+        assert all(len(set(row)) == 4 and min(row) >= 0 and max(row) < 20 for row in ids.tolist())
+        check_choice(bad, config, dtype=FP32, all_rows=True)  # there, too, a sum of the largest float32 overflows
+        if groups is None:
+            assert torch.equal(ids[6], clean_ids[6])
+            assert torch.equal(weights[6], clean_weights[6])
+
+
+def test_choose_counts_a_nan_bias_as_minus_infinity(rng):
+    bias = randn(rng, 16)
+    bias[5] = NAN
+    logits = randn(rng, 3, 16)
+    logits[:, 5] = 30.0
+    check_choice(logits, MoEConfig(top_k=15), bias)
+
+
+@pytest.mark.parametrize("score", ["sigmoid", "softmax", "sqrtsoftplus"])
+def test_choose_is_within_1e_6_of_float64_at_any_logit(score):
+    logits = torch.linspace(-60, 8, 33 * 8).view(8, 33)
+    check_choice(logits, MoEConfig(top_k=8, score=score, normalize="none"), all_rows=True)
+    check_choice(logits, MoEConfig(top_k=8, score=score, normalize="sum", routed_scaling_factor=2.5), all_rows=True)
+
+
+@pytest.mark.parametrize(("E", "K"), [(1, 1), (2, 2), (5, 5), (1024, 32), (1030, 11), (300, 1)])
+def test_choose_takes_any_number_of_experts(rng, E, K):
+    check_choice(randn(rng, 2, E), MoEConfig(top_k=K), randn(rng, E))
+
+
+@pytest.mark.parametrize("valid", [0, 2, 5, 9])
+def test_choose_routes_no_padding(rng, valid):
+    logits = spread(rng, 5, 12, -3, 3)
+    logits[valid:] = NAN
+    check_choice(logits, MoEConfig(top_k=3), num_valid=torch.tensor([valid], dtype=torch.int32), all_rows=True)
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP16, FP32])
+def test_choose_reads_logits_of_any_dtype_and_row_stride(rng, dtype):
+    logits = randn(rng, 4, 18, dtype=dtype)
+    ids, weights = choose(padded_rows(logits), MoEConfig(top_k=3))
+    want_ids, want_weights = choose(logits.float(), MoEConfig(top_k=3))
+    assert torch.equal(ids, want_ids)
+    assert torch.equal(weights, want_weights)
+
+
+# Row order
+
+
+def sort_oracle(ids, weights, expert_map, valid, E, Z):
+    """Plain Python."""
+    T, K = ids.shape
+    E_routing = E if expert_map is None else len(expert_map)
+    rows, row_of = [[] for _ in range(E)], torch.full((T, K), -1)
+    out_ids, out_weights = torch.full((T, K), -1), torch.zeros(T, K)
+    for t, k in itertools.product(range(T), range(K)):
+        id = ids[t, k].item()
+        if t >= valid or not 0 <= id < E_routing + Z:
+            continue
+        expert = -1 if id >= E_routing else id if expert_map is None else expert_map[id].item()
+        if expert < 0 and id < E_routing:
+            continue
+        out_ids[t, k], out_weights[t, k] = id, weights[t, k].float()
+        if expert >= 0:
+            rows[expert].append(t * K + k)
+    order = list(itertools.chain(*rows))
+    for row, slot in enumerate(order):
+        row_of[slot // K, slot % K] = row
+    offsets = list(itertools.accumulate((len(r) for r in rows), initial=0))
+    return offsets, order, row_of, out_ids, out_weights
+
+
+def sort_rows(ids, weights, expert_map=None, num_valid=None, *, E, Z=0, canonical=True):
+    T, K = ids.shape
+    offsets = torch.full((E + 1,), GARBAGE, dtype=torch.int32)
+    slots = torch.full((T * K,), GARBAGE, dtype=torch.int32)
+    row_of, out_ids = torch.full((2, T, K), GARBAGE, dtype=torch.int32)
+    out_weights = torch.full((T, K), NAN)
+    kernels.sort_rows(
+        ids, weights, expert_map, num_valid, num_experts=E, num_zero_experts=Z, offsets=offsets, sorted_slot_N=slots,
+        row_of_TK=row_of, ids_out_TK=out_ids if canonical else None, weights_out_TK=out_weights if canonical else None,
+    )  # fmt: skip
+    return offsets, slots, row_of, out_ids, out_weights
+
+
+def check_sort(ids, weights, expert_map=None, valid=None, *, E, Z=0) -> None:
+    num_valid = None if valid is None else torch.tensor([valid], dtype=torch.int32)
+    offsets, slots, row_of, out_ids, out_weights = sort_rows(ids, weights, expert_map, num_valid, E=E, Z=Z)
+    want = sort_oracle(ids, weights, expert_map, len(ids) if valid is None else valid, E, Z)
+    assert offsets.tolist() == want[0]
+    assert slots[: offsets[-1]].tolist() == want[1]
+    assert torch.equal(row_of.long(), want[2])
+    assert torch.equal(out_ids.long(), want[3])
+    assert torch.equal(out_weights, want[4])
+    assert (slots[offsets[-1] :] == GARBAGE).all()
+
+
+@pytest.mark.parametrize("ids_dtype", [torch.int32, torch.int64])
+@pytest.mark.parametrize("block", sort_variants())
+@pytest.mark.parametrize(("T", "K"), [(1, 1), (1, 5), (3, 4), (90, 6)])
+def test_sort_orders_rows_by_expert_then_slot(rng, monkeypatch, ids_dtype, block, T, K):
+    monkeypatch.setattr(sort_module, "sort_block", lambda num_slots: block)
+    E = 7
+    ids = torch.randint(-2, E + 3, (T, K), generator=rng, dtype=ids_dtype)
+    check_sort(ids, randn(rng, T, K), E=E)
+    check_sort(ids, randn(rng, T, K, dtype=BF16), E=E, Z=2)
+    check_sort(ids, randn(rng, T, K), E=E, Z=1, valid=T // 2)
+    check_sort(torch.full_like(ids, 3), randn(rng, T, K), E=E)
+    check_sort(torch.full_like(ids, -1), randn(rng, T, K), E=E)
+
+
+def test_sort_follows_the_expert_map(rng):
+    E_routing, E = 11, 4
+    expert_map = torch.full((E_routing,), -1, dtype=torch.int32)
+    expert_map[torch.randperm(E_routing, generator=rng)[:E]] = torch.arange(E, dtype=torch.int32)
+    ids = torch.randint(-1, E_routing + 4, (9, 5), generator=rng, dtype=torch.int32)
+    check_sort(ids, randn(rng, 9, 5), expert_map, E=E, Z=2)
+    check_sort(ids, randn(rng, 9, 5), expert_map, E=E, Z=2, valid=4)
+
+
+def test_sort_compares_ids_before_it_narrows_them(rng):
+    ids = torch.tensor([[2**32 + 1, 1, -(2**33)], [2, 2**40, 2**63 - 1]])
+    check_sort(ids, randn(rng, 2, 3), E=3, Z=1)
+
+
+def test_sort_reads_ids_and_weights_of_any_stride(rng):
+    ids = torch.randint(0, 5, (4, 13), generator=rng)
+    weights = randn(rng, 4, 26)
+    check_sort(ids.t(), weights[:, ::2].t(), E=5)
+    check_sort(ids[:1].expand(6, 13), weights[:1, :13].expand(6, 13), E=5)
+
+
+def test_sort_leaves_canonical_ids_where_they_are(rng):
+    ids = torch.randint(-1, 5, (6, 3), generator=rng, dtype=torch.int32)
+    offsets, _, row_of, out_ids, out_weights = sort_rows(ids, randn(rng, 6, 3), E=5, canonical=False)
+    want = sort_oracle(ids, torch.zeros(6, 3), None, 6, 5, 0)
+    assert offsets.tolist() == want[0]
+    assert torch.equal(row_of.long(), want[2])
+    assert (out_ids == GARBAGE).all()
+    assert out_weights.isnan().all()
+
+
+# Products of the experts
+
+
+def order_of(ids: Tensor, E: int) -> tuple[Tensor, Tensor, Tensor]:
+    offsets, slots, row_of, _, _ = sort_rows(ids, torch.ones(ids.shape), E=E)
+    return offsets, slots, row_of
+
+
+def gemm1_oracle(x, w13, bias, config, offsets, slots, weights=None):
+    """float64 [rows, I]."""
+    K, rows = config.top_k, []
+    for row in range(offsets[-1]):
+        expert = int((offsets[1:] <= row).sum())
+        slot = int(slots[row])
+        x_H = x[slot // K].to(FP64)
+        if weights is not None:
+            x_H = (x[slot // K].float() * weights.flatten()[slot]).to(x.dtype).to(FP64)
+        h = w13[expert].to(FP64) @ x_H
+        rows.append(h if bias is None else h + bias[expert].to(FP64))
+    h = torch.stack(rows) if rows else torch.zeros(0, w13.shape[1], dtype=FP64)
+    return reference.activation(h, config, clamp=config.clamp_routed, order=config.w13_order)
+
+
+def use_tile(monkeypatch, tile) -> None:
+    monkeypatch.setattr(gemm_module, "gemm_tile", lambda *_: tile)
+
+
+def some_ids(rng, T: int, K: int, E: int) -> Tensor:
+    """Some experts empty, one crowded, some slots without one."""
+    ids = torch.randint(-1, E, (T, K), generator=rng, dtype=torch.int32)
+    ids[ids == 1] = 2
+    ids[T // 2 :, 0] = 3
+    return ids
+
+
+def check_gemm1(rng, config, *, dtype=FP32, T=9, H=48, I=80, E=5, bias=False, form=lambda w: w, slack=2.0):
+    K, width = config.top_k, 2 if config.gated else 1
+    x, w13 = randn(rng, T, H, dtype=dtype), randn(rng, E, width * I, H, dtype=dtype, scale=0.3)
+    w13_bias = randn(rng, E, width * I, dtype=FP32) if bias else None
+    weights = randn(rng, T, K) if config.apply_router_weight_on_input else None
+    offsets, slots, _ = order_of(some_ids(rng, T, K, E), E)
+    h = torch.full((T * K, I), GARBAGE, dtype=dtype)
+    kernels.gemm1(
+        padded_rows(x), config=config, w13=form(w13), w13_bias=w13_bias, offsets=offsets, sorted_slot_N=slots,
+        topk_weights_TK=weights, h_NI=h,
+    )  # fmt: skip
+    rows = int(offsets[-1])
+    close(h[:rows], gemm1_oracle(x, w13, w13_bias, config, offsets, slots, weights), slack=slack)
+    assert (h[rows:] == torch.tensor(GARBAGE, dtype=dtype)).all()
+
+
+TILES_1 = [(FP16, tile) for tile in gemm_variants("gemm1", "16bit")] + [
+    (FP32, tile) for kind in ("fp32", "tf32") for tile in gemm_variants("gemm1", kind)
+]
+TILES_2 = [(FP16, tile) for tile in gemm_variants("gemm2", "16bit")] + [
+    (FP32, tile) for kind in ("fp32", "tf32") for tile in gemm_variants("gemm2", kind)
+]
+
+
+@pytest.mark.parametrize(("dtype", "tile"), TILES_1)
+@pytest.mark.parametrize(("T", "H", "I"), [(1, 16, 48), (37, 144, 80), (3, 128, 256)])
+def test_gemm1_is_right_in_every_tile(rng, monkeypatch, dtype, tile, T, H, I):
+    use_tile(monkeypatch, tile)
+    check_gemm1(rng, MoEConfig(top_k=3), dtype=dtype, T=T, H=H, I=I)
+
+
+@pytest.mark.parametrize("activation", ["silu", "gelu", "gelu_tanh", "swiglu_oai", "relu2"])
+@pytest.mark.parametrize("order", ["gate_up", "up_gate", "interleaved"])
+@pytest.mark.parametrize(("clamp", "after"), [(None, False), (0.7, False), (0.7, True)])
+def test_gemm1_is_the_reference_for_every_activation_order_and_clamp(rng, activation, order, clamp, after):
+    config = MoEConfig(
+        top_k=2, activation=activation, w13_order=order, clamp_routed=clamp, clamp_after_activation=after
+    )  # fmt: skip
+    check_gemm1(rng, config, bias=True, slack=4)
+    check_gemm1(rng, config, form=transposed, slack=4)
+
+
+def test_gemm1_puts_the_router_weight_on_the_rounded_input(rng):
+    check_gemm1(rng, MoEConfig(top_k=2, apply_router_weight_on_input=True), dtype=FP16)
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP16, FP32])
+def test_gemm1_rounds_once(rng, dtype):
+    check_gemm1(rng, MoEConfig(top_k=2), dtype=dtype, slack=1.01)
+
+
+def test_gemm_reaches_beyond_2_to_the_31_elements(rng):
+    """A weight of 3 experts that lie 1.5e9 elements apart; only the pages that are used take memory."""
+    H, I, T, apart = 16, 32, 4, 3 * 2**29
+    storage = torch.empty(2 * apart + 2 * I * H, dtype=FP16)
+    w13 = storage.as_strided((3, 2 * I, H), (apart, H, 1))
+    w13.copy_(randn(rng, 3, 2 * I, H, dtype=FP16))
+    x, config = randn(rng, T, H, dtype=FP16), MoEConfig(top_k=1)
+    offsets, slots, _ = order_of(torch.tensor([[2], [0], [2], [1]], dtype=torch.int32), 3)
+    h = torch.zeros(T, I, dtype=FP16)
+    kernels.gemm1(x, config=config, w13=w13, offsets=offsets, sorted_slot_N=slots, h_NI=h)
+    close(h, gemm1_oracle(x, w13, None, config, offsets, slots))
+
+
+def gemm2_oracle(h, w2, bias, offsets):
+    """float64 [rows, H]."""
+    y = torch.zeros(int(offsets[-1]), w2.shape[1], dtype=FP64)
+    for expert in range(len(offsets) - 1):
+        rows = slice(int(offsets[expert]), int(offsets[expert + 1]))
+        y[rows] = h[rows].to(FP64) @ w2[expert].to(FP64).T + (0 if bias is None else bias[expert].to(FP64))
+    return y
+
+
+def check_gemm2(rng, *, dtype=FP32, T=9, K=2, H=48, I=80, E=5, bias=False, form=lambda w: w, zero_tail=False, ids=None):
+    h, w2 = randn(rng, T * K, I, dtype=dtype), randn(rng, E, H, I, dtype=dtype, scale=0.3)
+    w2_bias = randn(rng, E, H, dtype=dtype) if bias else None
+    offsets, _, _ = order_of(some_ids(rng, T, K, E) if ids is None else ids, E)
+    rows = int(offsets[-1])
+    h[rows:] = NAN
+    y = torch.full((T * K, H), GARBAGE, dtype=dtype)
+    kernels.gemm2(
+        config=MoEConfig(top_k=K), w2=form(w2), w2_bias=w2_bias, offsets=offsets, h_NI=h, y_NH=y, zero_tail=zero_tail
+    )
+    close(y[:rows], gemm2_oracle(h, w2, w2_bias, offsets))
+    assert (y[rows:] == torch.tensor(0 if zero_tail else GARBAGE, dtype=dtype)).all()
+
+
+@pytest.mark.parametrize(("dtype", "tile"), TILES_2)
+@pytest.mark.parametrize(("T", "H", "I"), [(1, 16, 48), (37, 144, 80), (3, 128, 256)])
+def test_gemm2_is_right_in_every_tile(rng, monkeypatch, dtype, tile, T, H, I):
+    use_tile(monkeypatch, tile)
+    check_gemm2(rng, dtype=dtype, T=T, H=H, I=I, bias=True)
+    check_gemm2(rng, dtype=dtype, T=T, H=H, I=I, form=transposed, zero_tail=True)
+
+
+def test_gemm2_zeroes_the_whole_tail(rng, monkeypatch):
+    use_tile(monkeypatch, gemm_variants("gemm2", "16bit")[0])  # 16 rows: the tail has blocks of its own
+    T, K, E = 31, 2, 5
+    few = torch.full((T, K), -1, dtype=torch.int32)
+    few[17, 1] = 4
+    many = torch.arange(T * K, dtype=torch.int32).view(T, K) % E
+    for ids in (few, torch.full_like(few, -1), many, many.masked_fill(many == 0, -1)):
+        check_gemm2(rng, T=T, K=K, E=E, zero_tail=True, ids=ids)
+
+
+def shared_oracle(x, shared_w13, config):
+    h = x.to(FP64) @ shared_w13.to(FP64).T
+    return reference.activation(h, config, clamp=config.clamp_shared)
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP16, FP32])
+@pytest.mark.parametrize("T", [1, 5, 70])
+@pytest.mark.parametrize("form", [lambda w: w, transposed])
+def test_shared_expert_is_the_reference(rng, dtype, T, form):
+    H, S = 48, 80
+    config = MoEConfig(top_k=2, w13_order="up_gate", clamp_shared=0.9, clamp_routed=0.1)
+    x = randn(rng, T, H, dtype=dtype)
+    w13, w2 = randn(rng, 2 * S, H, dtype=dtype, scale=0.3), randn(rng, H, S, dtype=dtype, scale=0.3)
+    gate, valid = torch.rand(T, generator=rng), torch.tensor([max(1, T - 2)], dtype=torch.int32)
+    h = torch.full((T, S), NAN, dtype=dtype)
+    kernels.gemm1(padded_rows(x), config=config, shared_w13=form(w13), h_shared_TS=h)
+    close(h, shared_oracle(x, w13, config))
+    shared = torch.full((T, H), NAN, dtype=dtype)
+    kernels.gemm2(config=config, shared_w2=form(w2), h_shared_TS=h, gate_T=gate, shared_TH=shared)
+    close(shared, gate.to(FP64)[:, None] * (h.to(FP64) @ w2.to(FP64).T))
+    shared.fill_(NAN)
+    kernels.gemm2(config=config, shared_w2=form(w2), h_shared_TS=h, shared_TH=shared, num_valid_tokens=valid)
+    close(shared[: int(valid)], (h.to(FP64) @ w2.to(FP64).T)[: int(valid)])
+    assert (shared[int(valid) :] == 0).all()
+
+
+def test_shared_expert_is_zero_on_padding_whatever_lies_there(rng):
+    x, w13 = randn(rng, 4, 16), randn(rng, 2 * 32, 16)
+    x[2:], w13[3] = NAN, INF
+    h = torch.full((4, 32), NAN)
+    valid = torch.tensor([2], dtype=torch.int32)
+    kernels.gemm1(x, config=MoEConfig(top_k=1), shared_w13=w13, h_shared_TS=h, num_valid_tokens=valid)
+    assert (h[2:] == 0).all()
+    gate = torch.full((4,), NAN)
+    shared = torch.full((4, 16), NAN)
+    kernels.gemm2(
+        config=MoEConfig(top_k=1), shared_w2=randn(rng, 16, 32), h_shared_TS=h, gate_T=gate, shared_TH=shared,
+        num_valid_tokens=valid,
+    )  # fmt: skip
+    assert (shared[2:] == 0).all()
+
+
+@pytest.mark.parametrize("dtype", [FP16, FP32])
+@pytest.mark.parametrize("T", [1, 33])
+def test_one_launch_for_routed_and_shared_equals_two(rng, monkeypatch, dtype, T):
+    H, I, S, E, K = 80, 48, 96, 5, 2
+    kind = "16bit" if dtype == FP16 else "fp32"
+    config = MoEConfig(top_k=K, clamp_routed=0.5)
+    x = randn(rng, T, H, dtype=dtype)
+    w13, w2 = randn(rng, E, 2 * I, H, dtype=dtype), randn(rng, E, H, I, dtype=dtype)
+    shared_w13, shared_w2 = randn(rng, 2 * S, H, dtype=dtype), randn(rng, H, S, dtype=dtype)
+    gate = torch.rand(T, generator=rng)
+    offsets, slots, _ = order_of(some_ids(rng, T, K, E), E)
+    for tile1, tile2 in zip(gemm_variants("gemm1", kind), gemm_variants("gemm2", kind), strict=True):
+        results = []
+        for fused in (True, False):
+            h, h_shared, y, shared = (torch.full(s, NAN, dtype=dtype) for s in ((T * K, I), (T, S), (T * K, H), (T, H)))
+            use_tile(monkeypatch, tile1)
+            routed = {"w13": w13, "offsets": offsets, "sorted_slot_N": slots, "h_NI": h}
+            dense = {"shared_w13": shared_w13, "h_shared_TS": h_shared}
+            for part in [routed | dense] if fused else [routed, dense]:
+                kernels.gemm1(x, config=config, **part)
+            use_tile(monkeypatch, tile2)
+            routed = {"w2": w2, "offsets": offsets, "h_NI": h, "y_NH": y, "zero_tail": True}
+            dense = {"shared_w2": shared_w2, "h_shared_TS": h_shared, "gate_T": gate, "shared_TH": shared}
+            for part in [routed | dense] if fused else [routed, dense]:
+                kernels.gemm2(config=config, **part)
+            results.append((h[: offsets[-1]], h_shared, y, shared))
+        for a, b in zip(*results, strict=True):
+            assert a.isfinite().all()
+            assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize(("x_dtype", "gate_dtype"), [(BF16, BF16), (FP16, FP32), (FP32, FP32)])
+@pytest.mark.parametrize("H", [16, 1040])
+def test_gate_is_the_sigmoid_of_the_float32_product(rng, x_dtype, gate_dtype, H):
+    x, weight = randn(rng, 5, H, dtype=x_dtype), randn(rng, 1, H, dtype=gate_dtype, scale=0.2)
+    gate = torch.full((5,), NAN)
+    kernels.shared_gate(padded_rows(x), weight, gate)
+    torch.testing.assert_close(gate.double(), torch.sigmoid(x.double() @ weight[0].double()), rtol=1e-5, atol=1e-6)
+
+
+# The end
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP16, FP32])
+@pytest.mark.parametrize("with_shared", [True, False])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"scale_on": "output", "routed_scaling_factor": 2.5},
+        {"combine": "average"},
+        {
+            "apply_router_weight_on_input": True,
+            "scale_on": "output",
+            "routed_scaling_factor": 0.5,
+            "combine": "average",
+        },
+    ],
+)
+def test_finalize_sums_a_tokens_rows_and_rounds_once(rng, dtype, with_shared, options):
+    T, H, K, E = 7, 1040, 3, 4
+    config = MoEConfig(top_k=K, **options)
+    offsets, _, row_of = order_of(some_ids(rng, T, K, E), E)
+    y, weights, shared = randn(rng, T * K, H, dtype=dtype), randn(rng, T, K), randn(rng, T, H, dtype=dtype)
+    y[offsets[-1] :] = NAN
+    weights[row_of < 0] = NAN  # nothing of a slot without a row is used
+    want = torch.zeros(T, H, dtype=FP64)
+    for t, k in itertools.product(range(T), range(K)):
+        if row_of[t, k] >= 0:
+            w = 1.0 if config.apply_router_weight_on_input else weights[t, k].double()
+            want[t] += w * y[row_of[t, k]].double()
+    want = want * config.scale_at_end + (shared.double() if with_shared else 0)
+    want = want * (0.5 if config.combine == "average" else 1.0)
+    out = torch.full((T, H), NAN, dtype=dtype)
+    ids = torch.zeros(T, K, dtype=torch.int32)
+    kernels.finalize(y, ids, weights, row_of, shared if with_shared else None, None, out, config=config)
+    close(out, want, slack=1.01)
+
+
+def test_finalize_adds_zero_experts_and_nothing_for_ids_without_one(rng):
+    config = MoEConfig(top_k=3, num_zero_experts=2, scale_on="output", routed_scaling_factor=3.0)
+    x, weights = randn(rng, 2, 48), randn(rng, 2, 3)
+    ids = torch.tensor([[5, -1, 6], [-1, 0, -1]], dtype=torch.int32)
+    row_of = torch.tensor([[-1, -1, -1], [-1, 0, -1]], dtype=torch.int32)
+    y = torch.full((6, 48), NAN)
+    y[0] = randn(rng, 48)
+    out = torch.full((2, 48), NAN)
+    kernels.finalize(y, ids, weights, row_of, None, padded_rows(x), out, config=config)
+    close(out[0], 3 * (weights[0, 0] + weights[0, 2]).double() * x[0].double())
+    close(out[1], 3 * weights[1, 1].double() * y[0].double())
+
+
+# All together
+
+
+@pytest.mark.parametrize("T", [1, 2, 19])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"n_group": 4, "topk_group": 2, "routed_scaling_factor": 2.5},
+        {"score": "softmax", "normalize": "none", "num_zero_experts": 2, "combine": "average", "scale_on": "output"},
+        {"weights_from": "topk_sigmoid", "apply_router_weight_on_input": True, "normalize": "none"},
+        {"activation": "relu2", "score": "sqrtsoftplus"},
+    ],
+)
+def test_the_kernels_in_a_row_are_the_layer(rng, T, options):
+    H, I, S, E, K = 48, 32, 80, 12, 3
+    config = MoEConfig(top_k=K, **options)
+    Z, width = config.num_zero_experts, 2 if config.gated else 1
+    x, router_weight, bias = randn(rng, T, H), randn(rng, E + Z, H, scale=0.3), randn(rng, E + Z)
+    w13, w2 = randn(rng, E, width * I, H, scale=0.2), randn(rng, E, H, I, scale=0.2)
+    shared_w13, shared_w2 = randn(rng, width * S, H, scale=0.2), randn(rng, H, S, scale=0.2)
+    gate_weight, valid = randn(rng, 1, H), torch.tensor([max(1, T - 1)], dtype=torch.int32)
+
+    logits, ids, weights = torch.empty(T, E + Z), torch.empty(T, K, dtype=torch.int32), torch.empty(T, K)
+    kernels.router_logits(x, router_weight, None, logits, round_to_model=False)
+    kernels.choose(logits, bias, valid, ids, weights, config=config, model_dtype=FP32)
+    offsets, slots, row_of, _, _ = sort_rows(ids, weights, E=E, Z=Z, canonical=False)
+    h, y, h_shared, shared, out = (torch.full(s, NAN) for s in ((T * K, I), (T * K, H), (T, S), (T, H), (T, H)))
+    gate = torch.empty(T)
+    kernels.shared_gate(x, gate_weight, gate)
+    kernels.gemm1(
+        x, config=config, w13=w13, offsets=offsets, sorted_slot_N=slots, topk_weights_TK=weights, h_NI=h,
+        shared_w13=shared_w13, h_shared_TS=h_shared, num_valid_tokens=valid,
+    )  # fmt: skip
+    kernels.gemm2(
+        config=config, w2=w2, offsets=offsets, h_NI=h, y_NH=y, shared_w2=shared_w2, h_shared_TS=h_shared, gate_T=gate,
+        shared_TH=shared, num_valid_tokens=valid,
+    )  # fmt: skip
+    kernels.finalize(y, ids, weights, row_of, shared, x, out, config=config)
+    want = reference.moe(
+        x, config=config, w13=w13, w2=w2, router_weight=router_weight, correction_bias=bias, shared_w13=shared_w13,
+        shared_w2=shared_w2, shared_gate=gate_weight, num_valid_tokens=valid,
+    )  # fmt: skip
+    logits = reference.compute_logits(x, router_weight, None, config)
+    clear = clear_rows(logits, config, bias, margin=1e-5) | (torch.arange(T) >= valid)
+    close(out[clear], want[clear], slack=8)
+
+
+def test_zero_tokens_launch_nothing(monkeypatch):
+    """Every launch goes through one function, which is not called."""
+
+    def refuse(*args, **kwargs):
+        raise AssertionError("launched")
+
+    for name in ("router", "choose", "sort", "gemm", "gate", "finalize"):
+        monkeypatch.setattr(sys.modules[f"dsmoe_op.kernels.{name}"], "launch", refuse)
+    config, E, K, H = MoEConfig(top_k=2), 4, 2, 16
+    x, ids, weights = torch.empty(0, H), torch.empty(0, K, dtype=torch.int32), torch.empty(0, K)
+    slots, offsets = torch.empty(0, dtype=torch.int32), torch.zeros(E + 1, dtype=torch.int32)
+    kernels.router_logits(x, torch.empty(E, H), None, torch.empty(0, E), round_to_model=False)
+    kernels.choose(torch.empty(0, E), None, None, ids, weights, config=config, model_dtype=FP32)
+    kernels.sort_rows(
+        ids, weights, None, None, num_experts=E, num_zero_experts=0, offsets=offsets, sorted_slot_N=slots,
+        row_of_TK=ids,
+    )  # fmt: skip
+    kernels.gemm1(
+        x,
+        config=config,
+        w13=torch.empty(E, 32, H),
+        offsets=offsets,
+        sorted_slot_N=slots,
+        h_NI=x,
+        shared_w13=x,
+        h_shared_TS=x,
+    )
+    kernels.gemm2(
+        config=config, w2=torch.empty(E, H, H), offsets=offsets, h_NI=x, y_NH=x, shared_w2=x, h_shared_TS=x, shared_TH=x
+    )
+    kernels.shared_gate(x, torch.empty(1, H), torch.empty(0))
+    kernels.finalize(x, ids, weights, ids, None, None, x, config=config)
