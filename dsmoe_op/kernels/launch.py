@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -15,23 +20,53 @@ INTERPRET: bool = triton.knobs.runtime.interpret
 TL_DTYPE = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
 
 
-def launch(kernel: Any, grid: tuple[int, ...], args: tuple[Any, ...], meta: dict[str, Any], *, warmup: bool = False) -> None:
+def launch(
+    kernel: Any, grid: tuple[int, ...], args: tuple[Any, ...], meta: dict[str, Any], *, warmup: bool = False
+) -> None:
     """Launches on the current stream of the current device; with `warmup` it compiles and loads, and launches nothing.
 
     Args:
         args: the kernel's runtime arguments, in order.
         meta: its constexpr arguments and the compiler's options.
     """
+    meta = {"enable_fp_fusion": True, **meta}  # said aloud, since Triton's default changes between versions
     if not warmup:
         kernel[grid](*args, **meta)
         return
     compiled = kernel.warmup(*args, grid=grid, **meta)
-    if compiled is not None:  # None in the interpreter
-        if hasattr(compiled, "result"):  # of an asynchronous compile
-            compiled = compiled.result()
-        compiled._init_handles()  # loads the binary, which the first launch would otherwise do, perhaps in a capture
+    if compiled is None:  # in the interpreter
+        return
+    together = _together.get()
+    if together is None:
+        _load(compiled)
+    else:
+        together.append(compiled)
+
+
+@contextlib.contextmanager
+def compile_together() -> Iterator[None]:
+    """Kernels warmed up inside are compiled side by side, on all of the process's cores, and loaded at the end."""
+    compiling: list[Any] = []
+    token = _together.set(compiling)
+    try:
+        with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as executor, triton.AsyncCompileMode(executor):
+            yield
+    finally:
+        _together.reset(token)
+    for compiled in compiling:
+        _load(compiled)
+
+
+_together: ContextVar[list[Any] | None] = ContextVar("together", default=None)
+
+
+def _load(compiled: Any) -> None:
+    """Loads the binary, which the first launch would otherwise do, perhaps in a capture."""
+    if hasattr(compiled, "result"):  # of an asynchronous compile
+        compiled = compiled.result()
+    compiled._init_handles()
 
 
 def row_stride(rows: Tensor) -> int:
-    """Elements between rows of a [T, ...] tensor; one row may report any stride, which would compile a kernel of its own."""
+    """Elements between rows of a [T, H] tensor; one row may report any number, which would compile one more kernel."""
     return rows.stride(0) if rows.shape[0] > 1 else rows.shape[1]
