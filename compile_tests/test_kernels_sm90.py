@@ -1,0 +1,269 @@
+"""Every kernel that can be chosen, compiled for sm_90 without a GPU by the launchers' own warm-up.
+
+Sizes are those of DeepSeek-V3 (or odd ones, where masks matter), on tensors without memory.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+triton = pytest.importorskip("triton", reason="no triton")
+
+from triton.backends.compiler import GPUTarget  # noqa: E402
+from triton.runtime.driver import driver  # noqa: E402
+
+from dsmoe_op import kernels, tuning  # noqa: E402
+from dsmoe_op.config import MoEConfig  # noqa: E402
+from dsmoe_op.kernels import launch as launch_module  # noqa: E402
+from dsmoe_op.kernels.launch import INTERPRET  # noqa: E402
+
+pytestmark = pytest.mark.skipif(INTERPRET, reason="needs Triton's compiler, and its interpreter is on")
+
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+V3 = MoEConfig(top_k=8, n_group=8, topk_group=4, routed_scaling_factor=2.5)
+SHARED_MEMORY = 227 * 1024
+FORMS = ("routed", "shared", "fused")
+TOKENS = (1, 2, 3, 15, 16, 17, 64, 65, 500, 1000, 5000, 70000)
+
+
+class _Sm90:
+    """What Triton asks a driver for while it compiles."""
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", 90, 32)
+
+    def get_current_device(self) -> int:
+        return 90  # of no machine, so that no real device's kernels are mixed with these
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+
+@pytest.fixture
+def compiled(monkeypatch) -> list[Any]:
+    """The kernels that launchers warm up or launch, compiled and not loaded."""
+    found: list[Any] = []
+
+    def compile_only(kernel, grid, args, meta, *, warmup=False):
+        launch_module.launch(kernel, grid, args, meta, warmup=True)
+
+    monkeypatch.setattr(driver, "_active", _Sm90())
+    monkeypatch.setattr(launch_module, "_load", found.append)
+    for module in ("router", "choose", "sort", "gemm", "gate", "finalize"):
+        monkeypatch.setattr(sys.modules[f"dsmoe_op.kernels.{module}"], "launch", compile_only)
+    return found
+
+
+@dataclasses.dataclass(kw_only=True)
+class Layer:
+    """Arguments of every launcher for one layer, on tensors without memory."""
+
+    T: int = 4
+    H: int = 7168
+    I: int = 2048
+    E: int = 256
+    S: int = 2048
+    dtype: torch.dtype = BF16
+    router_dtype: torch.dtype = BF16
+    config: MoEConfig = V3
+    transposed: bool = False
+    bias: bool = False
+    allow_tf32: bool = False
+    misaligned: bool = False
+
+    def tensor(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
+        return torch.empty(shape, dtype=dtype or self.dtype, device="meta")
+
+    def weight(self, *shape: int) -> Tensor:
+        return self.tensor(*shape[:-2], shape[-1], shape[-2]).mT if self.transposed else self.tensor(*shape)
+
+    @property
+    def x(self) -> Tensor:
+        return self.tensor(self.T, self.H + 3)[:, 3:] if self.misaligned else self.tensor(self.T, self.H)
+
+    def slots(self, dtype: torch.dtype = torch.int32) -> Tensor:
+        return self.tensor(self.T, self.config.top_k, dtype=dtype)
+
+    def routing(self, warmup: bool = True) -> None:
+        E, Z = self.E, self.config.num_zero_experts
+        weight, logits = self.tensor(E + Z, self.H, dtype=self.router_dtype), self.tensor(self.T, E + Z, dtype=FP32)
+        kernels.router_logits(self.x, weight, None, logits, round_to_model=False, warmup=warmup)
+        kernels.choose(
+            logits, self.tensor(E + Z, dtype=FP32), None, self.slots(), self.slots(FP32), config=self.config,
+            model_dtype=self.dtype, warmup=warmup,
+        )  # fmt: skip
+        kernels.sort_rows(
+            self.slots(), self.slots(FP32), None, self.tensor(1, dtype=torch.int32), num_experts=E, num_zero_experts=Z,
+            offsets=self.tensor(E + 1, dtype=torch.int32), sorted_slot_N=self.slots(), row_of_TK=self.slots(),
+            ids_out_TK=self.slots(), weights_out_TK=self.slots(FP32), warmup=warmup,
+        )  # fmt: skip
+
+    def gemms(self, *forms: str, warmup: bool = True) -> None:
+        N, width = self.T * self.config.top_k, 2 if self.config.gated else 1
+        E, H, I, S = self.E, self.H, self.I, self.S
+        offsets, valid = self.tensor(E + 1, dtype=torch.int32), self.tensor(1, dtype=torch.int32)
+        rest = {"config": self.config, "num_valid_tokens": valid, "allow_tf32": self.allow_tf32, "warmup": warmup}
+        for form in forms:
+            first: dict[str, Any] = {}
+            second: dict[str, Any] = {}
+            if form != "shared":
+                first |= {"w13": self.weight(E, width * I, H), "h_NI": self.tensor(N, I), "offsets": offsets}
+                first |= {"sorted_slot_N": self.slots(), "topk_weights_TK": self.slots(FP32)}
+                second |= {"w2": self.weight(E, H, I), "h_NI": self.tensor(N, I), "offsets": offsets}
+                second |= {"y_NH": self.tensor(N, H), "zero_tail": True}
+                if self.bias:
+                    first["w13_bias"], second["w2_bias"] = self.tensor(E, width * I), self.tensor(E, H)
+            if form != "routed":
+                first |= {"shared_w13": self.weight(width * S, H), "h_shared_TS": self.tensor(self.T, S)}
+                second |= {"shared_w2": self.weight(H, S), "h_shared_TS": self.tensor(self.T, S)}
+                second |= {"shared_TH": self.tensor(self.T, H), "gate_T": self.tensor(self.T, dtype=FP32)}
+            kernels.gemm1(self.x, **first, **rest)
+            kernels.gemm2(**second, **rest)
+
+    def ends(self, warmup: bool = True) -> None:
+        T, H, K = self.T, self.H, self.config.top_k
+        gate_weight, gate = self.tensor(1, H), self.tensor(T, dtype=FP32)
+        kernels.shared_gate(self.x, gate_weight, gate, warmup=warmup)
+        kernels.finalize(
+            self.tensor(T * K, H), self.slots(), self.slots(FP32), self.slots(), self.tensor(T, H), self.x,
+            self.tensor(T, H), config=self.config, warmup=warmup,
+        )  # fmt: skip
+
+    def all(self, warmup: bool = True) -> None:
+        self.routing(warmup)
+        self.gemms(*FORMS, warmup=warmup)
+        self.ends(warmup)
+
+
+def stack_bytes(kernel: Any, folder) -> int:
+    """Local memory of a thread, in bytes: where spilled registers go."""
+    cubin = folder / "kernel.cubin"
+    cubin.write_bytes(kernel.asm["cubin"])
+    command = [triton.knobs.nvidia.cuobjdump.path, "-res-usage", str(cubin)]
+    usage = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    return sum(int(n) for n in re.findall(r"(?:STACK|LOCAL):(\d+)", usage))
+
+
+def check_resources(compiled: list[Any], folder) -> None:
+    for kernel in compiled:
+        assert kernel.metadata.shared <= SHARED_MEMORY, kernel.metadata
+        assert stack_bytes(kernel, folder) == 0, kernel.metadata
+
+
+def matrix_instructions(kernel: Any) -> set[str]:
+    """Kinds of matrix instruction, such as "wgmma bf16" or "mma tf32", of a kernel."""
+    text = kernel.asm["ptx"]
+    found = {f"wgmma {kind}" for kind in re.findall(r"wgmma\.mma_async\S*\.f32\.(\w+)\.\w+", text)}
+    return found | {f"mma {kind}" for kind in re.findall(r"mma\.sync\S*\.f32\.(\w+)\.\w+\.f32", text)}
+
+
+def rows_of_tile(kernel: Any) -> int:
+    """BLOCK_M, which is the number of rows of the accumulator in the IR."""
+    return max(int(rows) for rows in re.findall(r"tt\.dot.*-> tensor<(\d+)x\d+xf32", kernel.asm["ttir"]))
+
+
+@pytest.mark.parametrize(
+    ("dtype", "name", "form"),
+    [(BF16, "bf16", "routed"), (BF16, "bf16", "shared"), (BF16, "bf16", "fused"), (FP16, "f16", "routed")],
+)
+def test_16bit_products_use_the_matrix_units_and_fit(compiled, tmp_path, form, dtype, name):
+    Layer(dtype=dtype).gemms(form)
+    assert len(compiled) == len(tuning.gemm_variants("gemm1", "16bit")) + len(tuning.gemm_variants("gemm2", "16bit"))
+    for kernel in compiled:
+        assert matrix_instructions(kernel) == {f"wgmma {name}" if rows_of_tile(kernel) >= 64 else f"mma {name}"}
+        assert "cp.async.cg.shared.global" in kernel.asm["ptx"]  # loads of 16 bytes, in the background
+    check_resources(compiled, tmp_path)
+
+
+@pytest.mark.parametrize(
+    "layer",
+    [
+        Layer(transposed=True),
+        Layer(transposed=True, config=MoEConfig(top_k=1, apply_router_weight_on_input=True), E=16, bias=True),
+        Layer(H=7168 - 48, I=1424, S=2832, bias=True, config=MoEConfig(top_k=6, clamp_routed=7.0, activation="gelu")),
+        Layer(bias=True, config=MoEConfig(top_k=4, activation="swiglu_oai", w13_order="interleaved", clamp_shared=7.0)),
+        Layer(config=MoEConfig(top_k=6, activation="relu2"), I=1856, S=3712, E=128, H=2688),
+    ],
+    ids=["transposed", "weight_on_input", "odd_sizes", "interleaved", "not_gated"],
+)
+def test_16bit_products_fit_in_every_layout(compiled, tmp_path, layer):
+    layer.gemms("fused")
+    for kernel in compiled:
+        assert matrix_instructions(kernel) == {"wgmma bf16" if rows_of_tile(kernel) >= 64 else "mma bf16"}
+    check_resources(compiled, tmp_path)
+
+
+def test_products_of_misaligned_rows_fit_though_they_spill(compiled):
+    Layer(misaligned=True).gemms("routed")
+    assert all(kernel.metadata.shared <= SHARED_MEMORY for kernel in compiled)
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+def test_float32_products_are_tf32_only_where_allowed(compiled, tmp_path, transposed):
+    Layer(dtype=FP32, transposed=transposed).gemms("routed", "shared")
+    assert all(matrix_instructions(kernel) == set() for kernel in compiled)
+    compiled.clear()
+    Layer(dtype=FP32, transposed=transposed, allow_tf32=True).gemms("routed", "shared")
+    assert {kind for kernel in compiled for kind in matrix_instructions(kernel)} == {"mma tf32", "wgmma tf32"}
+    assert all(kernel.metadata.shared <= SHARED_MEMORY for kernel in compiled)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "router_dtype", "kinds"),
+    [
+        (BF16, BF16, {"mma bf16", "wgmma bf16"}),
+        (BF16, FP32, {"mma bf16", "wgmma bf16"}),  # a float32 weight in three exact parts
+        (FP16, FP16, {"mma f16", "wgmma f16"}),
+        (FP16, FP32, {"mma tf32", "wgmma tf32"}),  # in three products
+        (FP32, FP32, set()),
+    ],
+)
+def test_routing_kernels_fit_and_the_router_multiplies_as_it_must(compiled, tmp_path, dtype, router_dtype, kinds):
+    Layer(dtype=dtype, router_dtype=router_dtype).routing()
+    router = [kernel for kernel in compiled if kernel.metadata.name == "_router_logits"]
+    assert {kind for kernel in router for kind in matrix_instructions(kernel)} == kinds
+    check_resources(compiled, tmp_path)
+
+
+@pytest.mark.parametrize(("E", "K", "Z"), [(1, 1, 0), (160, 6, 0), (512, 10, 0), (1024, 32, 0), (1024, 12, 256)])
+def test_routing_kernels_fit_for_any_number_of_experts(compiled, tmp_path, E, K, Z):
+    groups = {"n_group": 8, "topk_group": 3} if E == 160 else {}
+    layer = Layer(E=E, H=512, dtype=BF16, config=MoEConfig(top_k=K, num_zero_experts=Z, score="softmax", **groups))
+    layer.routing()
+    layer.ends()
+    check_resources(compiled, tmp_path)
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP32])
+def test_no_number_of_tokens_needs_a_kernel_that_warmup_has_not_compiled(compiled, dtype):
+    """Neither a tile nor an argument's value compiles another one: no compile in a capture."""
+    small = {"H": 256, "I": 128, "S": 384, "E": 16, "dtype": dtype, "config": MoEConfig(top_k=4, num_zero_experts=2)}
+    Layer(T=5, **small).all(warmup=True)
+    warm = {id(kernel) for kernel in compiled}
+    for T in TOKENS:
+        compiled.clear()
+        Layer(T=T, **small).all(warmup=False)
+        assert len(compiled) == 3 + 2 * len(FORMS) + 2
+        assert {id(kernel) for kernel in compiled} <= warm
+
+
+def test_no_kernel_uses_atomics(compiled):
+    Layer(H=256, I=128, S=384, E=16, config=MoEConfig(top_k=4, num_zero_experts=2)).all()
+    for kernel in compiled:
+        assert not re.search(r"\b(atom|red)\.", kernel.asm["ptx"]), kernel.metadata.name
+
+
+def test_tables_end_without_a_limit_and_ascend():
+    tables = [*tuning._GEMM.values(), *tuning._ROUTER.values(), tuning._SORT_BLOCKS]
+    for table in tables:
+        limits = [most for most, _ in table]
+        assert limits == sorted(set(limits))
+        assert limits[-1] == float("inf")
