@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+import functools
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
 
 from dsmoe_op import kernels, streams
 from dsmoe_op import schedule as schedules
-from dsmoe_op.checks import Dims, Layer, Routing
+from dsmoe_op.checks import LAYER_FIELDS, Dims, Layer, Routing
 from dsmoe_op.config import MoEConfig
 
 
@@ -70,18 +71,27 @@ def route(routing: Routing, T: int, num_logits: int, config: MoEConfig) -> tuple
     x = routing.hidden_states
     ids = x.new_empty((T, config.top_k), dtype=torch.int32)
     weights = x.new_empty((T, config.top_k), dtype=torch.float32)
-    if T:
-        with _on_device(x.device):
-            logits = routing.router_logits
-            if routing.router_weight is not None:
-                logits = x.new_empty((T, num_logits), dtype=torch.float32)
-                bias = _contiguous(routing.router_bias)
-                round_to_model = config.router_dtype == "model"
-                x_TH = _rows(x, x.shape[-1])
-                kernels.router_logits(x_TH, routing.router_weight, bias, logits, round_to_model=round_to_model)
-            assert logits is not None
-            bias = _contiguous(routing.correction_bias)
-            kernels.choose(_rows(logits, num_logits), bias, None, ids, weights, config=config, model_dtype=x.dtype)
+    if not T:
+        return ids, weights
+    x_TH = _rows(x, x.shape[-1])
+    router_bias, correction_bias = _contiguous(routing.router_bias), _contiguous(routing.correction_bias)
+    if routing.router_logits is not None:
+        logits = _rows(routing.router_logits, num_logits)
+    else:
+        logits = x.new_empty((T, num_logits), dtype=torch.float32)
+
+    def launch(*, warmup: bool) -> None:
+        if routing.router_weight is not None:
+            rounds = config.router_dtype == "model"
+            kernels.router_logits(
+                x_TH, routing.router_weight, router_bias, logits, round_to_model=rounds, warmup=warmup
+            )
+        kernels.choose(logits, correction_bias, None, ids, weights, config=config, model_dtype=x.dtype, warmup=warmup)
+
+    with _on_device(x.device):
+        weight_kinds = map(_weight_kind, (routing.router_weight, router_bias, correction_bias))
+        _prepare(("route", config.key, x.device, _rows_kind(x_TH), _rows_kind(logits), *weight_kinds), launch)
+        launch(warmup=False)
     return ids, weights
 
 
@@ -130,36 +140,24 @@ class _Call:
         steps = schedules.plan(
             resolved, present, zero_experts=self.config.num_zero_experts > 0, finalized=self.out is not None
         )
-        self._prepare(steps, (resolved, present))
+        weight_kinds = (
+            _weight_kind(getattr(layer, n)) for n in LAYER_FIELDS if n not in ("hidden_states", "router_logits")
+        )
+        row_kinds = map(_rows_kind, (self.x,) if layer.router_logits is None else (self.x, self.logits))
+        kind = (resolved, self.config.key, self.dims[1:], self.out is not None, self.x.device, self.allow_tf32)
+        _prepare((*kind, *row_kinds, *weight_kinds), functools.partial(self._issue_all, steps))
         schedules.execute(steps, self.issue, layer.hidden_states.device)
 
     def issue(self, name: str) -> None:
         """Issues the launch of that name on the current stream."""
         getattr(self, "_" + name)()
 
-    def _prepare(self, steps: tuple[schedules.Step, ...], features: tuple[str, frozenset[str]]) -> None:
-        """At the first call of its kind: compiles and loads what any T can choose, so that a capture loads nothing."""
-        layer = self.layer
-        weights = (layer.w13, layer.w2, layer.router_weight, layer.shared_w13, layer.shared_w2)
-        kind = (
-            *features,
-            self.config.key,
-            self.dims[1:],
-            self.out is not None,
-            self.x.device,
-            self.x.dtype,
-            self.allow_tf32,
-            *((w.dtype, w.stride()) for w in weights if w is not None),
-        )
-        if kind in _prepared:
-            return
-        self.warmup = True
-        with streams.relaxed_capture(), kernels.compile_together():
-            for step in steps:
-                if isinstance(step, schedules.Launch):
-                    self.issue(step.name)
+    def _issue_all(self, steps: tuple[schedules.Step, ...], *, warmup: bool) -> None:
+        self.warmup = warmup
+        for step in steps:
+            if isinstance(step, schedules.Launch):
+                self.issue(step.name)
         self.warmup = False
-        _prepared.add(kind)
 
     def _router(self) -> None:
         assert self.layer.router_weight is not None
@@ -269,6 +267,29 @@ class _Call:
 
 _prepared: set[tuple[object, ...]] = set()
 """Kinds of call whose kernels are compiled and loaded: a cache alone, no buffer and no stream."""
+
+
+def _prepare(kind: tuple[object, ...], launch: Callable[..., None]) -> None:
+    """At the first call of a kind: compiles and loads what any T can choose, so that a capture loads nothing.
+
+    Args:
+        kind: all that the kernels are specialised on.
+        launch: launches the call's kernels, with warmup=True instead compiles and loads every variant of them.
+    """
+    if kind not in _prepared:
+        with streams.relaxed_capture(), kernels.compile_together():
+            launch(warmup=True)
+        _prepared.add(kind)
+
+
+def _weight_kind(t: Tensor | None) -> tuple[object, ...] | None:
+    """What kernels are specialised on in a tensor whose shape T is no part of."""
+    return None if t is None else (t.dtype, t.data_ptr() % 16 == 0, t.stride())
+
+
+def _rows_kind(t: Tensor) -> tuple[object, ...]:
+    """The same for rows of a token each."""
+    return t.dtype, t.data_ptr() % 16 == 0, kernels.row_stride(t) % 16 == 0
 
 
 def _rows(x: Tensor, width: int) -> Tensor:
