@@ -11,11 +11,11 @@ _END = "the call's end"
 
 
 def check_schedule(steps: Iterable[Step], inputs: Collection[str], outputs: Collection[str] = ()) -> list[str]:
-    """What is wrong with a schedule, as sentences; an empty list is the proof that no timing of the streams changes a result.
+    """What is wrong with a schedule, as sentences; an empty list proves that no timing of the streams changes a result.
 
-    A launch runs after another where a chain of stream order and waits says so. The call begins and ends on the caller's
-    stream "main": there its buffers are allocated and its inputs complete before the first step, and there its outputs are
-    read and its buffers handed to others after the last one.
+    A launch runs after another where a chain of stream order and waits says so. The call begins and ends on the
+    caller's stream "main": there its buffers are allocated and its inputs complete before the first step, and there its
+    outputs are read and its buffers handed to others after the last one.
 
     - Each launch runs after the call's beginning and before its end, so the side stream is forked and joined.
     - What a launch reads is an input, or written by a launch that it runs after. Nothing writes an input.
@@ -28,7 +28,7 @@ def check_schedule(steps: Iterable[Step], inputs: Collection[str], outputs: Coll
     """
     launches: list[Launch] = []
     before: list[set[int]] = []  # of each launch, those that it runs after
-    done: dict[StreamName, set[int]] = {"main": {-1}, "alt": set()}  # what the next launch there runs after; -1 is _BEGIN
+    done: dict[StreamName, set[int]] = {"main": {-1}, "alt": set()}  # what comes before the next one; -1 is _BEGIN
     for step in steps:
         if isinstance(step, Wait):
             done[step.waiter] |= done[step.on]

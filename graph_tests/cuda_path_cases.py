@@ -1,12 +1,13 @@
 """What the buffers and launches of the CUDA path promise, on the CPU in Triton's interpreter.
 
-`test_cuda_path_interpreter.py` runs this file. A call is `cuda._Call`, its launches are issued in a schedule's order, and
-its buffers are full of garbage first.
+`test_cuda_path_interpreter.py` runs this file. A call is `cuda._Call`, its launches are issued in a schedule's order,
+and its buffers are full of garbage first.
 """
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import random
 from collections.abc import Iterable
 
@@ -30,9 +31,13 @@ BUFFERS = (
 SCHEDULES = ("serial", "dual", "dual_shared_main", "fused")
 CONFIGS = {
     "deepseek": MoEConfig(top_k=2, n_group=4, topk_group=2, routed_scaling_factor=2.5),
-    "scaled_output": MoEConfig(top_k=2, score="softmax", scale_on="output", routed_scaling_factor=3.0, combine="average"),
+    "scaled_output": MoEConfig(
+        top_k=2, score="softmax", scale_on="output", routed_scaling_factor=3.0, combine="average"
+    ),
     "zero_experts": MoEConfig(top_k=2, score="softmax", normalize="none", num_zero_experts=4),
-    "weight_on_input": MoEConfig(top_k=2, weights_from="topk_sigmoid", normalize="none", apply_router_weight_on_input=True),
+    "weight_on_input": MoEConfig(
+        top_k=2, weights_from="topk_sigmoid", normalize="none", apply_router_weight_on_input=True
+    ),
     "relu2": MoEConfig(top_k=2, activation="relu2", score="sqrtsoftplus"),
 }
 OPTIONS = {
@@ -60,7 +65,9 @@ def fill(tensor: Tensor) -> None:
 class Run:
     """One call: its buffers by the names that a schedule has for them, and its launches."""
 
-    def __init__(self, x: Tensor, args: dict, schedule: str, *, finalized: bool = True, alt_first: bool = False) -> None:
+    def __init__(
+        self, x: Tensor, args: dict, schedule: str, *, finalized: bool = True, alt_first: bool = False
+    ) -> None:
         given = {"hidden_states": x, **args}
         self.layer = Layer(**{name: given.get(name) for name in LAYER_FIELDS})
         config = args["config"]
@@ -213,4 +220,4 @@ def test_no_two_buffers_share_memory() -> None:
     run = Run(*make("deepseek", "router_weight"), "dual")
     spans = sorted((t.data_ptr(), t.data_ptr() + t.nbytes) for t in run.buffers.values())
     assert len(spans) == len(BUFFERS)
-    assert all(a[1] <= b[0] for a, b in zip(spans, spans[1:]))
+    assert all(a[1] <= b[0] for a, b in itertools.pairwise(spans))

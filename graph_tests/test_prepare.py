@@ -1,7 +1,7 @@
 """The first call of a kind compiles all that any T can need, so that a capture compiles and loads nothing.
 
-Launches are recorded here, not made. What a launch would compile follows from its kernel, the dtypes and alignment of its
-tensors, which of them are absent, the integers that Triton specialises on, and the constexpr arguments.
+Launches are recorded here, not made. What a launch would compile follows from its kernel, the dtypes and alignment of
+its tensors, which of them are absent, the integers that Triton specialises on, and the constexpr arguments.
 """
 
 from __future__ import annotations

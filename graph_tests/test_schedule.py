@@ -7,6 +7,7 @@ import functools
 import itertools
 from collections.abc import Iterator
 
+import gpu
 import pytest
 
 from dsmoe_op.schedule import FORK, JOIN, Launch, Step, plan, resolve
@@ -133,6 +134,11 @@ def test_a_tensor_that_is_absent_is_not_read() -> None:
     for steps, inputs, _ in plans(*ALL):
         buffers = {name for s in launches(steps) for name in s.writes}
         assert {name for s in launches(steps) for name in s.reads} <= inputs | buffers
+
+
+def test_the_layer_of_the_gpu_tests_has_the_launches_that_they_name() -> None:
+    present = frozenset((*WAYS["router_weight"], *SHARED, "shared_gate")) - {"router_bias"}
+    assert tuple(s.name for s in launches(plan("serial", present, zero_experts=False, finalized=True))) == gpu.LAUNCHES
 
 
 def test_no_timing_of_the_streams_changes_a_result() -> None:

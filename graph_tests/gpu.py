@@ -1,0 +1,189 @@
+"""What the tests on a GPU share: one layer's weights, calls with fresh inputs, captures, delays, failures, profiles."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import pathlib
+import random
+import tempfile
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from layers import make_layer
+from torch import Tensor
+
+from dsmoe_op import MoEConfig, dual_stream_moe, reference
+
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+
+# One shape for all tests, since each costs a dozen compiled kernels.
+CONFIG = MoEConfig(top_k=4, routed_scaling_factor=2.5)
+SIZES = {"H": 256, "E": 16, "I": 128, "S": 384}
+SCHEDULES = ("serial", "dual", "dual_shared_main", "fused")
+LAUNCHES = ("router", "choose", "sort", "gemm1", "gemm2", "gate", "shared_gemm1", "shared_gemm2", "finalize")
+"""Of one such layer."""
+SHARED = {"gate", "shared_gemm1", "shared_gemm2"}
+
+
+class Block:
+    """The weights of one layer, with a gated shared expert and a correction bias."""
+
+    def __init__(self, dtype: torch.dtype = torch.bfloat16, device: str = "cuda") -> None:
+        self.dtype, self.device = dtype, device
+        self.config = CONFIG
+        _, self.args = make_layer(
+            1, config=CONFIG, dtype=dtype, device=device, shared_gate=True, correction_bias=True, **SIZES
+        )
+
+    def inputs(self, T: int, way: str = "router_weight") -> tuple[Tensor, dict[str, Any]]:
+        """Fresh hidden_states, and the other arguments. No row's choice hangs on a rounding of its logits."""
+        drawn = 2 * T + 16
+        options = {"correction_bias": True} if way != "topk_ids" else {}
+        x, given = make_layer(drawn, way=way, config=CONFIG, dtype=self.dtype, device=self.device, **options, **SIZES)
+        args = {k: v for k, v in self.args.items() if k not in ("router_weight", "correction_bias")}
+        if way == "topk_ids":
+            rows = torch.arange(T, device=self.device)
+            args |= {name: given[name][:T] for name in ("topk_ids", "topk_weights")}
+        else:
+            args["correction_bias"] = self.args["correction_bias"]
+            if way == "router_weight":
+                args["router_weight"] = self.args["router_weight"]
+                rows = clear_rows(x, T, args)
+            else:
+                rows = clear_rows(x, T, args | {"router_logits": given["router_logits"]})
+                args["router_logits"] = given["router_logits"][rows]
+        return x[rows].contiguous(), args
+
+    def out(self, T: int, way: str = "router_weight") -> tuple[Tensor, dict[str, Any], Tensor]:
+        """Inputs as above, and what the layer makes of them on one stream."""
+        x, args = self.inputs(T, way)
+        return x, args, dual_stream_moe(x, **args, schedule="serial")
+
+
+def clear_rows(x: Tensor, T: int, args: dict[str, Any]) -> Tensor:
+    """T rows of x in which the last chosen expert is well ahead of the first that is not chosen (sigmoid scores)."""
+    config = args["config"]
+    if "router_logits" in args:
+        logits = args["router_logits"].double()
+    else:
+        logits = reference.compute_logits(x, args["router_weight"], None, config)
+    keys = logits.sigmoid() + args["correction_bias"].double() if "correction_bias" in args else logits.sigmoid()
+    best = keys.topk(config.top_k + 1, dim=-1).values
+    rows = (best[:, -2] - best[:, -1] > 1e-4).nonzero().flatten()[:T]
+    assert len(rows) == T
+    return rows
+
+
+def capture(fn: Callable[[], Any], **options: Any) -> tuple[torch.cuda.CUDAGraph, Any]:
+    """A graph of fn, and what fn returned in it; options as of torch.cuda.graph."""
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, **options):
+        out = fn()
+    return graph, out
+
+
+class Captured:
+    """A layer in a graph, after one eager call."""
+
+    def __init__(
+        self, block: Block, T: int, *, way: str = "router_weight", schedule: str = "dual", **options: Any
+    ) -> None:
+        self.block, self.T, self.way = block, T, way
+        self.x, self.args = block.inputs(T, way)
+        dual_stream_moe(self.x, **self.args, schedule=schedule)
+        self.graph, self.out = capture(lambda: dual_stream_moe(self.x, **self.args, schedule=schedule), **options)
+
+    def is_right(self) -> bool:
+        """A replay with new contents has the bits of the serial eager call."""
+        x, args, want = self.block.out(self.T, self.way)
+        self.x.copy_(x)
+        for name in ("router_logits", "topk_ids", "topk_weights"):
+            if name in args:
+                self.args[name].copy_(args[name])
+        self.graph.replay()
+        return torch.equal(self.out, want)
+
+
+class Boom(Exception):
+    pass
+
+
+@contextlib.contextmanager
+def issuing(wrap: Callable[[Callable[[], None], str], None]) -> Iterator[None]:
+    """Each launch of a layer inside goes through wrap(launch, name), on the stream where it is issued."""
+    from dsmoe_op import cuda
+
+    original = cuda._Call.issue
+
+    def issue(self: Any, name: str) -> None:
+        if self.warmup:
+            original(self, name)
+        else:
+            wrap(lambda: original(self, name), name)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cuda._Call, "issue", issue)
+        yield
+
+
+def raising_at(failing: str) -> contextlib.AbstractContextManager[None]:
+    """An exception right after the launch of that name."""
+
+    def wrap(launch: Callable[[], None], name: str) -> None:
+        launch()
+        if name == failing:
+            raise Boom
+
+    return issuing(wrap)
+
+
+def nap() -> None:
+    """A sleep of random length on the current stream, or none; up to some 60 us."""
+    if random.random() < 0.6:
+        torch.cuda._sleep(random.randrange(1, 100_000))
+
+
+def delays() -> contextlib.AbstractContextManager[None]:
+    """Naps before and after each launch."""
+
+    def wrap(launch: Callable[[], None], name: str) -> None:
+        nap()
+        launch()
+        nap()
+
+    return issuing(wrap)
+
+
+class Profile(NamedTuple):
+    """What ran on the GPU, by stream (in a replay: by lane), and which calls of the CUDA runtime started it."""
+
+    streams: dict[int, list[str]]
+    runtime: list[str]
+
+    def with_kernel(self, part: str) -> list[str]:
+        """All that ran on the one stream where a kernel of that name ran."""
+        (found,) = (names for names in self.streams.values() if any(part in name for name in names))
+        return found
+
+
+def profiled(fn: Callable[[], Any]) -> Profile:
+    """Kernels, memsets and copies of one call of fn, which is called once before."""
+    fn()
+    torch.cuda.synchronize()
+    activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
+    with torch.profiler.profile(activities=activities) as profile:
+        fn()
+        torch.cuda.synchronize()
+    with tempfile.TemporaryDirectory() as folder:
+        path = pathlib.Path(folder, "trace.json")
+        profile.export_chrome_trace(str(path))
+        events = json.loads(path.read_text())["traceEvents"]
+    streams: dict[int, list[str]] = {}
+    for event in events:
+        if event.get("cat") in ("kernel", "gpu_memset", "gpu_memcpy"):
+            streams.setdefault(event["args"]["stream"], []).append(event["name"])
+    assert streams, "the profiler saw nothing run on the GPU"
+    return Profile(streams, [e["name"] for e in events if e.get("cat") in ("cuda_runtime", "cuda_driver")])

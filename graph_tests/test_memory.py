@@ -1,0 +1,149 @@
+"""Memory: one stream's blocks, in eager as in graphs, and none that stay."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from gpu import Block, Captured, capture, needs_gpu
+from layers import tensors_of
+
+from dsmoe_op import dual_stream_moe, streams
+
+pytestmark = needs_gpu
+
+
+@pytest.fixture(params=["dual", "dual_shared_main"])
+def call(request, block) -> Callable[[], Any]:
+    x, args = block.inputs(300)
+
+    def layer() -> torch.Tensor:
+        return dual_stream_moe(x, **args, schedule=request.param)
+
+    for _ in range(3):
+        layer()
+    torch.cuda.synchronize()
+    return layer
+
+
+def reserved() -> int:
+    torch.cuda.synchronize()
+    gc.collect()
+    torch.cuda.empty_cache()
+    return torch.cuda.memory_reserved()
+
+
+def test_a_call_leaves_its_output_alone_allocated(call) -> None:
+    before = torch.cuda.memory_allocated()
+    out = call()
+    assert torch.cuda.memory_allocated() - before == out.nbytes
+    del out
+    assert torch.cuda.memory_allocated() == before
+
+
+def test_calls_that_wait_in_a_queue_share_their_blocks(call) -> None:
+    """A block that a side stream was recorded on would come back only once that stream had got there."""
+    before = torch.cuda.memory_reserved()
+    torch.cuda._sleep(100_000_000)
+    for _ in range(100):
+        call()
+    assert torch.cuda.memory_reserved() == before
+
+
+def test_every_block_belongs_to_the_callers_stream(block) -> None:
+    x, args = block.inputs(300)
+    torch.cuda.synchronize()
+    caller = torch.cuda.Stream()
+    with torch.cuda.stream(caller):
+        dual_stream_moe(x, **args, schedule="dual")
+        alt = streams.alt_stream(caller).cuda_stream
+        used = {segment["stream"] for segment in torch.cuda.memory_snapshot()}
+        torch.cuda.synchronize()
+    assert caller.cuda_stream in used
+    assert alt not in used
+
+
+def test_a_call_allocates_its_named_buffers_and_no_more(call) -> None:
+    counts = []
+    for _ in range(3):
+        before = torch.cuda.memory_stats()["allocation.all.allocated"]
+        call()
+        counts.append(torch.cuda.memory_stats()["allocation.all.allocated"] - before)
+    assert counts == [counts[0]] * 3
+    assert counts[0] <= 14
+
+
+def test_a_thousand_calls_leave_memory_flat(call) -> None:
+    def figures() -> list[int]:
+        stats = torch.cuda.memory_stats()
+        return [stats[f"{name}.all.current"] for name in ("allocation", "allocated_bytes", "segment", "reserved_bytes")]
+
+    before = figures()
+    for _ in range(1000):
+        call()
+    assert figures() == before
+
+
+def test_a_thousand_replays_leave_memory_flat(block) -> None:
+    captured = Captured(block, 33)
+    before = reserved(), torch.cuda.memory_allocated()
+    for _ in range(1000):
+        captured.graph.replay()
+    assert (reserved(), torch.cuda.memory_allocated()) == before
+    assert captured.is_right()
+
+
+def test_a_pool_of_three_sizes_captured_largest_first_is_about_as_large_as_the_largest(block) -> None:
+    calls = [block.inputs(T) for T in (16384, 8192, 2048)]
+    for x, args in calls:
+        dual_stream_moe(x, **args)
+    pool, kept, sizes = torch.cuda.graph_pool_handle(), [], [reserved()]
+    for x, args in calls:
+        kept.append(capture(lambda x=x, args=args: dual_stream_moe(x, **args), pool=pool))
+        sizes.append(reserved())
+    largest, all_three = sizes[1] - sizes[0], sizes[-1] - sizes[0]
+    assert largest > 2**24
+    assert all_three <= 1.25 * largest
+
+
+def test_64_layers_on_two_streams_need_no_more_memory_than_on_one(block) -> None:
+    x, args = block.inputs(2048)
+
+    def size(schedule: str) -> int:
+        def layers() -> torch.Tensor:
+            y = x
+            for _ in range(64):
+                y = dual_stream_moe(y, **args, schedule=schedule)
+            return y
+
+        layers()
+        before = reserved()
+        graph, out = capture(layers)
+        found = reserved() - before
+        graph.reset()
+        del graph, out
+        return found
+
+    serial = size("serial")
+    assert serial > 0
+    assert size("dual") <= serial
+
+
+@pytest.fixture
+def second_block() -> Block:
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs")
+    return Block(device="cuda:1")
+
+
+def test_a_layer_on_another_device_than_the_current_one(second_block) -> None:
+    x, args = second_block.inputs(33)
+    here = {name: t.to("cuda:0") for name, t in tensors_of(x, args).items()}
+    want = dual_stream_moe(config=args["config"], **here, schedule="serial")
+    for schedule in ("serial", "dual", "dual_shared_main"):
+        out = dual_stream_moe(x, **args, schedule=schedule)
+        assert torch.cuda.current_device() == 0
+        assert torch.equal(out.to("cuda:0"), want)
