@@ -103,7 +103,13 @@ _MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "kimi_linear": (
         "KimiLinear",
         "KimiLinearConfig",
-        {**_LATENT_ATTENTION, **_DEEPSEEK, "layer_types": ["linear_attention", "full_attention", "linear_attention"]},
+        {
+            **_LATENT_ATTENTION,
+            **_DEEPSEEK,
+            "linear_num_heads": 2,
+            "linear_head_dim": 16,
+            "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+        },
     ),
     "kolibri1": ("Kolibri1", "Kolibri1Config", _QWEN),
     "laguna": ("Laguna", "LagunaConfig", {**_QWEN, "moe_router_logit_softcapping": 2.0}),

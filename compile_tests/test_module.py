@@ -279,11 +279,14 @@ def test_hooks_of_the_block_and_of_its_router_still_run() -> None:
 def test_hash_layers_choose_by_input_ids() -> None:
     block = make_block("deepseek_v4", mlp_layer_types=["hash_moe"] * 2, vocab_size=50)
     block.gate.tid2eid.copy_(torch.stack([torch.randperm(12)[:3] for _ in range(50)]))
+    recorded: list[Tensor] = []
     module = DualStreamMoE.from_transformers(block)
     x, ids = torch.randn(2, 9, 80), torch.randint(50, (2, 9))
     with torch.no_grad():
         expected = block(x, input_ids=ids)
+        block.gate.register_forward_hook(lambda m, args, out: recorded.append(out[0]))
         assert (module(x, input_ids=ids) - expected).norm() <= 1e-5 * expected.norm()
+    assert [tuple(logits.shape) for logits in recorded] == [(18, 12)]
 
 
 @transformers_only

@@ -137,8 +137,15 @@ def replace_moe_blocks(model: nn.Module, schedule: str = "auto") -> int:
             itself a block. The text names the place, the class and the part. Nothing is changed then.
     """
     _check_schedule(schedule)
+    if isinstance(model, DualStreamMoE):
+        return 0
+    if is_block(model) or looks_like_moe(model):
+        raise ValueError(
+            f"model: expected a module that has MoE blocks in it, got a block, {class_name(model)}: "
+            "use DualStreamMoE.from_transformers"
+        )
     plans: dict[nn.Module, Plan] = {}
-    places: list[tuple[nn.Module, str, nn.Module]] = []
+    places: dict[nn.Module, list[tuple[nn.Module, str]]] = {}
     seen: set[nn.Module] = set()
 
     def visit(module: nn.Module, path: str) -> None:
@@ -157,22 +164,16 @@ def replace_moe_blocks(model: nn.Module, schedule: str = "auto") -> int:
                     plans[child] = read_block(child)
                 except ValueError as error:
                     raise ValueError(f"{where}: {error}") from None
-            places.append((module, name, child))
+            places.setdefault(child, []).append((module, name))
 
-    if isinstance(model, DualStreamMoE):
-        return 0
-    if is_block(model) or looks_like_moe(model):
-        raise ValueError(
-            f"model: expected a module that has MoE blocks in it, got a block, {class_name(model)}: "
-            "use DualStreamMoE.from_transformers"
-        )
     visit(model, "")
-    swapped: dict[nn.Module, TransformersMoE] = {}
-    for parent, name, block in places:
-        if block not in swapped:
-            swapped[block] = TransformersMoE(block, plans[block], schedule)
-        parent._modules[name] = swapped[block]
-    return len(swapped)
+    count = len(plans)
+    while plans:  # nothing here may keep a block once it is swapped: its unmerged shared expert is to be freed
+        block, plan = plans.popitem()
+        module = TransformersMoE(block, plan, schedule)
+        for parent, name in places.pop(block):
+            parent._modules[name] = module
+    return count
 
 
 def _check_schedule(schedule: str) -> None:
