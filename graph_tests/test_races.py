@@ -12,7 +12,7 @@ from gpu import LAUNCHES, SCHEDULES, Boom, capture, delays, nap, needs_gpu, rais
 from layers import WAYS, tensors_of
 from torch import Tensor
 
-from dsmoe_op import dual_stream_moe, dual_stream_moe_unfinalized, finalize
+from dsmoe_op import dual_stream_moe, dual_stream_moe_unfinalized, finalize, streams
 
 pytestmark = needs_gpu
 
@@ -79,6 +79,15 @@ def test_a_finalize_that_is_called_later_does_not_depend_on_timing(block) -> Non
             pieces = dual_stream_moe_unfinalized(x, **args, schedule=schedule)
             nap()
             assert torch.equal(finalize(pieces, config=args["config"]), want)
+
+
+def test_a_thread_that_has_used_no_cuda_yet_can_make_side_streams() -> None:
+    def make() -> int:
+        with streams.relaxed_capture():
+            return len({stream.cuda_stream for stream in streams._make_streams(0, 2)})
+
+    with ThreadPoolExecutor(1) as pool:
+        assert pool.submit(make).result() == 2
 
 
 @pytest.mark.parametrize("own_streams", [True, False])
