@@ -2,15 +2,19 @@
 
 from dsmoe_op import streams
 from dsmoe_op.config import MoEConfig
+from dsmoe_op.hf import replace_moe_blocks
+from dsmoe_op.module import DualStreamMoE
 from dsmoe_op.ops import Unfinalized, dual_stream_moe, dual_stream_moe_unfinalized, finalize, route
 
 __version__ = "0.1.0"
 __all__ = [
+    "DualStreamMoE",
     "MoEConfig",
     "Unfinalized",
     "dual_stream_moe",
     "dual_stream_moe_unfinalized",
     "finalize",
+    "replace_moe_blocks",
     "route",
     "streams",
 ]
