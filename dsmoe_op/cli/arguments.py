@@ -1,0 +1,57 @@
+"""Types of arguments. Each refuses with what is accepted and what came; argparse adds the argument's name."""
+
+from __future__ import annotations
+
+import argparse
+import re
+from collections.abc import Callable, Sequence
+
+import torch
+
+
+def integer(low: int, high: int, multiple: int = 1) -> Callable[[str], int]:
+    def parse(text: str) -> int:
+        if re.fullmatch(r"-?\d+", text) and low <= int(text) <= high and int(text) % multiple == 0:
+            return int(text)
+        kind = "an integer" if multiple == 1 else f"a multiple of {multiple}"
+        raise argparse.ArgumentTypeError(f"expected {kind} in {low}..{high}, got {text!r}")
+
+    return parse
+
+
+def integers(low: int, high: int) -> Callable[[str], tuple[int, ...]]:
+    """Separated by commas; ascending and each once."""
+
+    def parse(text: str) -> tuple[int, ...]:
+        parts = text.split(",")
+        if not all(re.fullmatch(r"\d+", part) and low <= int(part) <= high for part in parts):
+            raise argparse.ArgumentTypeError(f"expected integers in {low}..{high} separated by commas, got {text!r}")
+        return tuple(sorted({int(part) for part in parts}))
+
+    return parse
+
+
+def some_of(names: Sequence[str]) -> Callable[[str], tuple[str, ...]]:
+    """Separated by commas; in the order of `names`."""
+
+    def parse(text: str) -> tuple[str, ...]:
+        parts = text.split(",")
+        if not set(parts) <= set(names):
+            raise argparse.ArgumentTypeError(f"expected some of {', '.join(names)} separated by commas, got {text!r}")
+        return tuple(name for name in names if name in parts)
+
+    return parse
+
+
+def text(value: str) -> str:
+    if not value:
+        raise argparse.ArgumentTypeError("expected at least one character, got ''")
+    return value
+
+
+def device(name: str) -> torch.device:
+    count = torch.cuda.device_count()
+    accepted = ["cpu", *(["cuda"] if count else []), *(f"cuda:{i}" for i in range(count))]
+    if name not in accepted:
+        raise argparse.ArgumentTypeError(f"expected {' or '.join(accepted)} on this machine, got {name!r}")
+    return torch.device("cuda", 0) if name == "cuda" else torch.device(name)

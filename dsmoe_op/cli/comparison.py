@@ -1,0 +1,304 @@
+"""A small Hugging Face model decodes with its MoE blocks as they are, then with each as one op; the two are compared.
+
+Both have the same weights. What they must agree on:
+- float32: the greedy tokens are equal, in each mode and for each number of requests.
+- bf16, fp16: both are compared with the same weights in float32, all fed the same tokens. The patched model's error
+  (relative L2 distance of a position's logits, averaged over positions) may be at most NOISE_FACTOR times the plain
+  model's largest plus NOISE_FLOOR. A fixed bound on the distance of the two would mean little: where two experts are
+  nearly tied, rounding decides which is chosen, in either model, and that position's logits are then quite others.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import time
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from dsmoe_op.cli import decode, output, profiling, small_models
+from dsmoe_op.cli.output import CommandError
+
+NOISE_FACTOR, NOISE_FLOOR = 1.5, 0.1
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Job:
+    """What to run.
+
+    Attributes:
+        sizes: batch sizes that compiled and captured steps exist for, ascending.
+        requests: how many requests decode together, one run each; padded to the next size where steps exist for sizes.
+        compare_modes: whether the plain model is compiled and captured too, for its speed.
+    """
+
+    family: str
+    size: small_models.Size
+    dtype: str
+    device: torch.device
+    prompt: str
+    tokens: int
+    schedule: str
+    seed: int
+    sizes: tuple[int, ...]
+    requests: tuple[int, ...]
+    compile: bool
+    graphs: bool
+    compare_modes: bool
+
+    def padded(self, requests: int) -> int:
+        return min(size for size in self.sizes if size >= requests)
+
+
+@dataclasses.dataclass(kw_only=True)
+class Row:
+    """One mode of one of the two models, at one number of requests.
+
+    Attributes:
+        batch: rows of a step, padding included.
+        tokens_per_s: of the steps after prefill.
+        tokens_equal: whether the freely running model's tokens are those of the plain eager one.
+        logits_error: mean over positions of the relative L2 distance to the reference's logits.
+        agrees: whether the patched model agrees with the plain one; None in the plain model's rows.
+        error: why there is nothing else.
+    """
+
+    model: str
+    mode: str
+    requests: int
+    batch: int
+    tokens_per_s: float | None = None
+    tokens_equal: bool | None = None
+    logits_error: float | None = None
+    agrees: bool | None = None
+    error: str | None = None
+
+
+@dataclasses.dataclass(kw_only=True)
+class Result:
+    """What was measured.
+
+    Attributes:
+        moe_layers: how many blocks were swapped.
+        smallest_gap: between the best two logits of the plain model, over all tokens.
+        largest_difference: of one logit between patched and reference.
+        graphs: for each compile of the patched model, its dsmoe nodes.
+        captured: sizes of the patched model's CUDA graphs, in the order of capture.
+        streams: by mode, of a step of the most requests; a text where it failed.
+        text: the first request's new tokens.
+    """
+
+    job: Job
+    moe_layers: int
+    rows: list[Row]
+    smallest_gap: float
+    largest_difference: float
+    graphs: list[list[str]]
+    graph_breaks: int
+    captured: list[int]
+    streams: dict[str, profiling.Streams | str]
+    text: str
+    seconds: float
+
+    @property
+    def match(self) -> bool:
+        patched = [row for row in self.rows if row.model == "patched"]
+        return bool(patched) and all(row.agrees for row in patched)
+
+
+@torch.no_grad()
+def compare(job: Job) -> Result:
+    """Builds the model, measures it as it is, swaps its blocks, measures it again.
+
+    Raises:
+        CommandError: the plain model does not run here, or its blocks cannot be swapped.
+    """
+    from dsmoe_op.hf import replace_moe_blocks
+
+    begin = time.perf_counter()
+    if job.device.type == "cuda":
+        torch.cuda.set_device(job.device)
+    torch.set_float32_matmul_precision("highest")  # no tf32: tokens in float32 are to be equal
+    with output.progress(_count_rows(job) + 2, "build the model") as bar:
+        model = small_models.build(job.family, job.size, dtype=DTYPES[job.dtype], device=job.device, seed=job.seed)
+        bar.update()
+        measure = _Measure(job, bar)
+        measure.reference(model)
+        bar.update()
+        all_modes = job.compare_modes
+        measure.model("plain", model, compiled=job.compile and all_modes, graphs=job.graphs and all_modes)
+        try:
+            swapped = replace_moe_blocks(model, job.schedule)
+        except ValueError as error:
+            raise CommandError(f"{job.family}: {error}") from None
+        if not swapped:
+            raise CommandError(f"{job.family}: expected MoE blocks in the model, found none")
+        measure.model("patched", model, compiled=job.compile, graphs=job.graphs)
+    return Result(
+        job=job,
+        moe_layers=swapped,
+        rows=measure.rows,
+        smallest_gap=measure.smallest_gap,
+        largest_difference=measure.largest_difference,
+        graphs=measure.compiled_graphs,
+        graph_breaks=measure.graph_breaks,
+        captured=measure.captured,
+        streams=measure.streams,
+        text=bytes(token for token in measure.tokens[0].tolist() if token < 256).decode(errors="replace"),
+        seconds=time.perf_counter() - begin,
+    )
+
+
+def _count_rows(job: Job) -> int:
+    patched = 1 + job.compile + job.graphs
+    return (patched + (patched if job.compare_modes else 1)) * len(job.requests)
+
+
+Batches = dict[int, decode.Batch | Exception]
+"""By size; an exception where that size could not be prepared."""
+
+
+class _Measure:
+    """Runs a model in its modes, compares with the reference, and gathers what is found."""
+
+    def __init__(self, job: Job, bar: Any) -> None:
+        self.job, self.bar = job, bar
+        text = job.prompt.encode()
+        starts = [17 * row % len(text) for row in range(max(job.requests))]
+        self.prompts = torch.tensor([list(text[s:] + text[:s]) for s in starts], device=job.device)
+        self.rows: list[Row] = []
+        self.largest_difference = 0.0
+        self.compiled_graphs: list[list[str]] = []
+        self.graph_breaks = 0
+        self.captured: list[int] = []
+        self.streams: dict[str, profiling.Streams | str] = {}
+        self.tokens, self.logits = torch.empty(0), torch.empty(0)
+        self.smallest_gap = 0.0
+        self.noise = 0.0  # the plain eager model's largest error
+
+    def reference(self, model: nn.Module) -> None:
+        """The plain eager model's tokens, and the logits to compare with: its own, or its weights' in float32."""
+        self.bar.set_description("plain, eager, as the reference")
+        requests = len(self.prompts)
+        try:
+            batch = self._batch(model, decode.plain_step(model), requests)
+            decoded = self._decode(batch, requests)
+        except Exception as error:
+            traceback.print_exc()
+            text = output.error_text(error)
+            raise CommandError(f"the plain {self.job.family} does not run here: {text}") from None
+        if not decoded.logits.isfinite().all():
+            raise CommandError(f"the plain {self.job.family} gives logits that are not finite in {self.job.dtype}")
+        self.tokens, self.logits = decoded.tokens, decoded.logits
+        best = decoded.logits.topk(2, -1).values
+        self.smallest_gap = (best[..., 0] - best[..., 1]).min().item()
+        if self.job.dtype != "fp32":
+            exact = copy.deepcopy(model).float()
+            batch = self._batch(exact, decode.plain_step(exact), requests)
+            self.logits = self._decode(batch, requests, forced=self.tokens).logits
+
+    def model(self, name: str, model: nn.Module, *, compiled: bool, graphs: bool) -> None:
+        """All modes of one of the two models."""
+        step = decode.plain_step(model)
+        self._rows(name, "eager", lambda requests: self._batch(model, step, requests))
+        if compiled:
+            torch._dynamo.reset()
+            torch._dynamo.utils.counters.clear()
+            step = compiled_step = decode.Compiled(step)
+
+            def compile_it(batch: decode.Batch) -> None:
+                batch.prefill(self._spaces(batch))
+                batch.advance()
+
+            batches = self._prepare(name, "compile", model, step, compile_it)
+            self._rows(name, "compiled", lambda requests: batches[self.job.padded(requests)])
+            if name == "patched":
+                self.compiled_graphs = compiled_step.graphs
+                self.graph_breaks = sum(torch._dynamo.utils.counters["graph_break"].values())
+        if graphs:
+            pool = torch.cuda.graph_pool_handle()
+
+            def capture(batch: decode.Batch) -> None:
+                batch.capture(self._spaces(batch), pool)
+
+            graphs_by_size = self._prepare(name, "capture", model, step, capture)
+            self._rows(name, "CUDA graph", lambda requests: graphs_by_size[self.job.padded(requests)])
+            if name == "patched":
+                captured = [size for size, batch in graphs_by_size.items() if isinstance(batch, decode.Batch)]
+                self.captured = captured
+
+    def _batch(self, model: nn.Module, step: decode.Step, rows: int) -> decode.Batch:
+        length = self.prompts.shape[1] + self.job.tokens + 8  # room for warm-up and profiled steps
+        return decode.Batch(model, step, rows, length)
+
+    def _spaces(self, batch: decode.Batch) -> Tensor:
+        return self.prompts.new_full((batch.rows, self.prompts.shape[1]), ord(" "))
+
+    def _decode(self, batch: decode.Batch, requests: int, **options: Any) -> decode.Decoded:
+        return decode.decode(batch, self.prompts[:requests], self.job.tokens, **options)
+
+    def _prepare(
+        self, name: str, what: str, model: nn.Module, step: decode.Step, prepare: Callable[[decode.Batch], None]
+    ) -> Batches:
+        """A batch of each size, prepared, the largest first."""
+        batches: Batches = {}
+        for size in reversed(self.job.sizes):
+            self.bar.set_description(f"{name}, {what} for {size}")
+            batch = self._batch(model, step, size)
+            try:
+                prepare(batch)
+                batches[size] = batch
+            except Exception as error:
+                if name == "patched":
+                    traceback.print_exc()
+                batches[size] = error
+        return batches
+
+    def _rows(self, name: str, mode: str, batch_of: Callable[[int], decode.Batch | Exception]) -> None:
+        """Rows of one mode, and its streams."""
+        for requests in self.job.requests:
+            self.bar.set_description(f"{name}, {mode}, {requests} requests")
+            batch = batch_of(requests)
+            size = requests if mode == "eager" else self.job.padded(requests)
+            row = Row(model=name, mode=mode, requests=requests, batch=size)
+            self.rows.append(row)
+            try:
+                if isinstance(batch, Exception):
+                    raise batch
+                self._measure(row, batch)
+            except Exception as error:
+                if error is not batch and name == "patched":
+                    traceback.print_exc()
+                row.error = output.error_text(error)
+                row.agrees = False if name == "patched" else None
+            self.bar.update()
+        if name == "patched" and self.job.device.type == "cuda" and isinstance(batch, decode.Batch):
+            try:
+                batch.prefill(self._spaces(batch))
+                batch.advance()
+                self.streams[mode] = profiling.streams_of(batch.advance)
+            except Exception as error:
+                traceback.print_exc()
+                self.streams[mode] = output.error_text(error)
+
+    def _measure(self, row: Row, batch: decode.Batch) -> None:
+        requests = row.requests
+        logits, tokens = self.logits[:requests], self.tokens[:requests]
+        forced = self._decode(batch, requests, forced=tokens)
+        free = self._decode(batch, requests, keep_logits=False)
+        row.tokens_per_s = round(requests * (self.job.tokens - 1) / free.seconds, 1)
+        row.tokens_equal = torch.equal(free.tokens, tokens)
+        distance = (forced.logits - logits).norm(dim=-1) / logits.norm(dim=-1)
+        row.logits_error = distance.mean().item()
+        if row.model == "plain":
+            if row.mode == "eager":
+                self.noise = max(self.noise, row.logits_error)
+            return
+        self.largest_difference = max(self.largest_difference, (forced.logits - logits).abs().max().item())
+        within = row.logits_error <= NOISE_FACTOR * self.noise + NOISE_FLOOR
+        row.agrees = row.tokens_equal if self.job.dtype == "fp32" else within
