@@ -159,6 +159,15 @@ def test_unfinalized_and_finalize_give_the_bits_of_the_one_call(monkeypatch, nam
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("name", ["scaled_output", "weight_on_input"])
+def test_rows_of_y_after_the_last_experts_are_zeros(name, schedule) -> None:
+    run = Run(*make(name, "topk_ids"), schedule, finalized=False).issue()
+    rows = int(run.call.row_of.max()) + 1
+    assert rows < len(run.call.y)
+    assert same(run.call.y[rows:], torch.zeros_like(run.call.y[rows:]))
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
 def test_no_input_is_written_resized_or_moved(schedule) -> None:
     run = Run(*make("zero_experts", random.choice(WAYS)), schedule)
     before = {n: (t.clone(), t.data_ptr(), t.shape, t.stride(), t._version) for n, t in run.inputs.items()}

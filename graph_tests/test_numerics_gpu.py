@@ -56,6 +56,15 @@ def test_unfinalized_and_finalize_give_the_bits_of_the_one_call(block, way, sche
         assert torch.equal(finalize(pieces, config=args["config"]), whole), T
 
 
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_rows_of_y_after_the_last_experts_are_zeros(block, schedule) -> None:
+    x, args = block.inputs(300, "topk_ids")
+    args["topk_ids"][40:] = -1
+    torch.full((1200, SIZES["H"]), float("nan"), dtype=x.dtype, device=x.device)  # the memory that y may get
+    y = dual_stream_moe_unfinalized(x, **args, schedule=schedule).y
+    assert torch.equal(y[40 * 4 :], torch.zeros_like(y[40 * 4 :]))
+
+
 @pytest.mark.parametrize("way", WAYS)
 def test_no_tokens_give_a_fresh_empty_tensor(block, way) -> None:
     x, args = block.inputs(0, way)

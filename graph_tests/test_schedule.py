@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import gpu
 import pytest
 
-from dsmoe_op.schedule import FORK, JOIN, Launch, Step, plan, resolve
+from dsmoe_op.schedule import FORK, JOIN, Launch, Step, Wait, plan, resolve
 from dsmoe_op.testing import check_schedule
 
 ALWAYS = ("hidden_states", "w13", "w2")
@@ -164,6 +164,10 @@ def dropped_waits(steps: tuple[Step, ...], inputs: set[str]) -> Iterator[tuple[S
     return (without(steps, i) for i, step in enumerate(steps) if step in (FORK, JOIN))
 
 
+def turned_waits(steps: tuple[Step, ...], inputs: set[str]) -> Iterator[tuple[Step, ...]]:
+    return (replaced(steps, i, waiter=s.on, on=s.waiter) for i, s in enumerate(steps) if isinstance(s, Wait))
+
+
 def waits_moved_by_one(steps: tuple[Step, ...], inputs: set[str]) -> Iterator[tuple[Step, ...]]:
     """The fork after the first launch beside the caller's, and the join before the last one."""
     on_alt = [i for i, step in enumerate(steps) if isinstance(step, Launch) and step.stream == "alt"]
@@ -218,6 +222,7 @@ def late_writers(steps: tuple[Step, ...], inputs: set[str]) -> Iterator[tuple[St
 
 MUTATIONS = [
     dropped_waits,
+    turned_waits,
     waits_moved_by_one,
     launches_on_the_other_stream,
     shared_buffers,
@@ -241,3 +246,17 @@ def test_the_checker_catches(mutation) -> None:
 def test_the_checker_names_the_launches_and_the_tensor() -> None:
     steps = (FORK, Launch("a", "main", ("x",), ("h",)), Launch("b", "alt", ("h",), ("y",)), JOIN)
     assert check_schedule(steps, {"x"}, ("y",)) == ["b reads h and does not run after a, which writes it"]
+
+
+@pytest.mark.parametrize(
+    ("steps", "problem"),
+    [
+        ((Launch("a", "main", (), ("out",)), Launch("b", "main", (), ("y",))), "a writes out and does not run after b"),
+        ((Launch("a", "main", ("h",), ("out",)),), "a reads h, which nothing writes"),
+        ((Launch("a", "main", (), ("x", "out")),), "a writes the input x"),
+        ((Launch("a", "main", (), ("h",)), Launch("b", "main", (), ("h", "out"))), "h is written by a and b"),
+        ((Launch("a", "main", (), ()),), "the call's end reads out, which nothing writes"),
+    ],
+)
+def test_the_checker_says_what_is_wrong(steps, problem) -> None:
+    assert check_schedule(steps, {"x"}, ("out",)) == [problem]
