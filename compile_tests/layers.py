@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib.util
 import math
+from importlib.metadata import version
 from typing import Any
 
 import torch
@@ -14,7 +16,7 @@ from dsmoe_op.checks import LAYER_FIELDS
 T, H, E, K, I, S = 7, 48, 12, 3, 32, 80
 WAYS = ("router_weight", "router_logits", "topk_ids")
 """The ways in, named by the argument that each is known by."""
-TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.float16: 3e-3, torch.bfloat16: 2e-2}
+TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.float16: 3e-3, torch.bfloat16: 1e-2}
 """Of `error`, for a layer of these sizes computed in that dtype."""
 
 
@@ -136,3 +138,13 @@ def assert_right(out: Tensor, x: Tensor, layer: dict[str, Any]) -> None:
     assert out.dtype == x.dtype
     found = error(out, expected)
     assert found < TOLERANCE[x.dtype], f"relative error {found:.2e}"
+
+
+def interpreter_problem() -> str | None:
+    """Why Triton's interpreter cannot run the kernels here, if it cannot."""
+    if not importlib.util.find_spec("numpy") or not importlib.util.find_spec("triton"):
+        return "Triton's interpreter needs triton and numpy"
+    triton, numpy = (tuple(map(int, version(name).split(".")[:2])) for name in ("triton", "numpy"))
+    if triton < (3, 8) and numpy >= (2, 4):
+        return "the interpreter of this Triton cannot loop up to a kernel's argument with numpy 2.4 and newer"
+    return None
