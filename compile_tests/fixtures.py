@@ -1,7 +1,8 @@
-"""Fixtures of both test folders: device, and fresh random numbers that a seed brings back."""
+"""Fixtures of both folders, imported by their conftests: device, and fresh random numbers that a seed brings back."""
 
 from __future__ import annotations
 
+import contextlib
 import pathlib
 import random
 import shutil
@@ -11,11 +12,14 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+_SHOWN = pytest.StashKey[bool]()
+
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption(
-        "--seed", type=int, default=None, help="random inputs of an earlier run (its header shows the seed)"
-    )
+    with contextlib.suppress(ValueError):  # the other folder's conftest was first
+        parser.addoption(
+            "--seed", type=int, default=None, help="random inputs of an earlier run (its header shows the seed)"
+        )
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -24,8 +28,9 @@ def pytest_configure(config: pytest.Config) -> None:
     torch.set_num_threads(1)  # on inputs of this size threads do little but wait for each other
 
 
-def pytest_report_header(config: pytest.Config) -> str:
-    return f"random inputs: --seed {config.option.seed}"
+def pytest_report_header(config: pytest.Config) -> str | None:
+    shown, config.stash[_SHOWN] = config.stash.get(_SHOWN, False), True
+    return None if shown else f"random inputs: --seed {config.option.seed}"
 
 
 @pytest.fixture(autouse=True)

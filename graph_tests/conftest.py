@@ -4,7 +4,24 @@ from __future__ import annotations
 
 import pytest
 import torch
+from fixtures import (
+    _fresh_random,
+    device,
+    fresh_dynamo,
+    pytest_addoption,
+    pytest_configure,
+    pytest_report_header,
+)
 from gpu import Block
+
+__all__ = [
+    "_fresh_random",
+    "device",
+    "fresh_dynamo",
+    "pytest_addoption",
+    "pytest_configure",
+    "pytest_report_header",
+]
 
 
 @pytest.fixture(scope="session")
