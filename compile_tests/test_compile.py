@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from functorch.compile import make_boxed_func
-from layers import WAYS, assert_right, error, make_layer, routing_of, tensors_of
+from layers import WAYS, error, make_layer, routing_of, tensors_of
 from torch import Tensor, nn
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.convert_frame import register_bytecode_hook
@@ -295,14 +295,18 @@ SITES = pytest.mark.parametrize("site", [in_a_skipped_frame, in_a_frame_disabled
 
 
 @SITES
-@pytest.mark.parametrize("grad", [False, True], ids=["no grad", "grad"])
-def test_no_frame_of_an_op_is_compiled(site, grad, device):
+@pytest.mark.parametrize(
+    "mode", [torch.no_grad, torch.enable_grad, torch.inference_mode], ids=lambda mode: mode.__name__
+)
+def test_no_frame_of_an_op_is_compiled(mode, site, device):
+    """Grad reaches an op through its Autograd kernel, inference mode goes past that one."""
     x, layer = make_layer(device=device)
-    layer["shared_w2"].requires_grad_(grad)
+    layer["shared_w2"].requires_grad_()
     tensors = tensors_of(x, layer)
     key = layer["config"].key
     moe = (x, *(tensors.get(name) for name in ops.LAYER_FIELDS[1:16]), key, "auto")
-    pieces = torch.ops.dsmoe.moe_unfinalized_v1.default(*moe)
+    with torch.no_grad():
+        pieces = torch.ops.dsmoe.moe_unfinalized_v1.default(*moe)
     for name, args in {
         "moe_v1": moe,
         "moe_unfinalized_v1": moe,
@@ -311,7 +315,7 @@ def test_no_frame_of_an_op_is_compiled(site, grad, device):
     }.items():
         op = getattr(torch.ops.dsmoe, name).default
         torch._dynamo.reset()
-        with frames_that_dynamo_compiles() as frames:
+        with frames_that_dynamo_compiles() as frames, mode():
             torch.compile(site, backend="eager")(op, args)
         assert [frame for frame in frames if frame[0] != __file__] == [], name
 
@@ -355,22 +359,22 @@ def test_the_guard_falls_back_to_torchs_own(monkeypatch):
 # --- autograd and modes ---------------------------------------------------------------------------------------------
 
 
-@ANY_WAY
-def test_forward_runs_where_weights_require_grad_and_backward_is_refused(way, device):
+@pytest.mark.parametrize(("call", "ops_in_graph"), [(one_call, 1), (two_calls, 2), (routed_apart, 2)])
+def test_forward_runs_where_weights_require_grad_and_backward_is_refused(call, ops_in_graph, device):
     """People call models without no_grad; AOT then traces a backward, which must not raise while it is traced."""
-    x, layer = make_layer(way=way, device=device)
-    expected = dual_stream_moe(x, **layer)
-    for name in ("w13", "w2", "shared_w13", "shared_w2"):
+    x, layer = make_layer(device=device)
+    expected = call(x, layer)
+    for name in ("w13", "w2", "router_weight", "shared_w13", "shared_w2"):
         layer[name] = layer[name].clone().requires_grad_()
     graphs = Graphs()
-    out = graphs.compile(lambda x, layer: dual_stream_moe(x, **layer) * 1.0)(x, layer)
+    out = graphs.compile(lambda x, layer: call(x, layer) * 1.0)(x, layer)
     assert torch.equal(out, expected)
     assert out.requires_grad
-    assert [str(n.target) for n in nodes(graphs.forward[0])] == ["dsmoe.moe_v1.default"]
-    with pytest.raises(NotImplementedError, match=r"^dsmoe::moe_v1 has no backward\. Call it under torch\.no_grad"):
+    assert len(nodes(graphs.forward[0])) == ops_in_graph
+    with pytest.raises(NotImplementedError, match=r"^dsmoe::\w+_v1 has no backward\. Call it under torch\.no_grad"):
         out.sum().backward()
     assert layer["w13"].grad is None
-    assert torch.equal(graphs.compile(one_call)(x, layer), expected)
+    assert torch.equal(graphs.compile(call)(x, layer), expected)
 
 
 def test_modes_of_autograd_change_no_bit(device):
@@ -401,17 +405,14 @@ def test_autocast_changes_nothing(device):
 
 
 def test_inductor_gives_the_op_what_eager_gives_it(inductor):
-    """Strides of every kind made inside the graph, which Inductor lays out as it likes."""
+    """Strides made inside the graph, which Inductor lays out as it likes."""
     _, layer = make_layer(way="topk_ids", device=inductor)
 
     def model(x: Tensor, layer: dict[str, Any]) -> Tensor:
-        wide = torch.cat([x, x * 2, -x], dim=1)
         padded = nn.functional.pad(x + 1, (8, 24))[:, 8:-24]
         swapped = (x.mT.contiguous() * 3).mT
-        expanded = x.mean(0, keepdim=True).expand_as(x)
         transposed = {**layer, "w13": (layer["w13"].mT.contiguous() * 0.5).mT}
-        parts = [dual_stream_moe(rows, **layer) for rows in (wide[:, 48:96], padded, expanded)]
-        return torch.stack([*parts, dual_stream_moe(swapped, **transposed)]) + 1
+        return dual_stream_moe(padded, **layer) + dual_stream_moe(swapped, **transposed)
 
     compiled = torch.compile(model, fullgraph=True)
     for T in (7, 2, 65):
@@ -419,9 +420,9 @@ def test_inductor_gives_the_op_what_eager_gives_it(inductor):
         layer |= {name: rows[name] for name in ("topk_ids", "topk_weights")}
         for t in (x, layer["topk_ids"], layer["topk_weights"]):
             torch._dynamo.mark_dynamic(t, 0)
-        out = compiled(x, layer)
-        assert error(out, model(x, layer)) < 1e-5
-        assert_right((out[1] - 1).contiguous(), x + 1, layer)
+        halved = {**layer, "w13": layer["w13"] * 0.5}
+        expected = dual_stream_moe(x + 1, **layer) + dual_stream_moe(x * 3, **halved)
+        assert error(compiled(x, layer), expected) < 1e-5
 
 
 def test_inductor_of_no_tokens_and_of_one(inductor):

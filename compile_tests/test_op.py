@@ -330,6 +330,23 @@ def test_deferred_finalize_gives_the_bits_of_one_call(way, option, device):
             assert torch.equal(out, dual_stream_moe(x, **layer))
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("apart", [False, True], ids=["one call", "two calls"])
+def test_the_end_is_summed_in_float32_and_rounded_once(apart, dtype, device):
+    """Within half a unit in the last place of the exact sum of the stored rows: a second rounding would show."""
+    config = MoEConfig(top_k=8, routed_scaling_factor=2.5, scale_on="output", combine="average")
+    x, layer = make_layer(40, dtype=dtype, device=device, config=config)
+    pieces = dual_stream_moe_unfinalized(x, **layer)
+    terms = pieces.y[pieces.row_of.long()].double() * pieces.topk_weights.double().unsqueeze(-1) * 2.5
+    terms = torch.cat([terms, pieces.shared.double().unsqueeze(1)], dim=1) * 0.5
+    exact, of_float32 = terms.sum(1), terms.abs().sum(1) * 2**-21
+    out = finalize(pieces, config=config) if apart else dual_stream_moe(x, **layer)
+    info = torch.finfo(dtype)
+    half_unit = exact.abs().clamp(min=info.smallest_normal).log2().floor().exp2() * info.eps / 2
+    assert ((out.double() - exact).abs() <= half_unit + of_float32).all()
+    assert pieces.topk_weights.dtype == torch.float32
+
+
 @ANY_OPTION
 @pytest.mark.parametrize("way", ["router_weight", "router_logits"])
 def test_route_and_the_layer_choose_and_weigh_alike(way, option, device):
