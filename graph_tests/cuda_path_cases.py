@@ -117,11 +117,12 @@ def test_every_schedule_computes_the_reference_and_all_but_fused_the_same_bits(n
         assert schedule == "fused" or same(out, outs["serial"]), schedule
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize(("dtype", "limit"), [(torch.float16, 3e-3), (torch.bfloat16, 2e-2)])
 @pytest.mark.parametrize("way", WAYS)
-def test_16_bit_dtypes_compute_the_reference(way, dtype) -> None:
+def test_16_bit_dtypes_compute_the_reference(way, dtype, limit) -> None:
+    """The interpreter cuts a float32 off where hardware rounds it to bf16, and each cut is towards zero."""
     x, args = make("deepseek", way, dtype)
-    assert error(Run(x, args, "dual").issue().out, reference.moe(x, **args)) < TOLERANCE[dtype]
+    assert error(Run(x, args, "dual").issue().out, reference.moe(x, **args)) < limit
 
 
 def interleaved(steps: tuple[Step, ...]) -> list[str]:
