@@ -131,17 +131,22 @@ def _sort(
         num_valid = tl.load(num_valid_ptr)
     block_N = tl.arange(0, BLOCK)
 
+    # Loops by `while`: the interpreter of Triton 3.6 cannot take a `range` of num_slots with numpy 2.4.
     lower_N = tl.zeros([BLOCK], tl.int32)
-    for start in range(0, num_slots, BLOCK):
+    start = 0
+    while start < num_slots:
         _, experts_N = _slots(
             start + block_N, num_slots, ids_ptr, id_stride_t, id_stride_k, map_ptr, num_valid, K, E, E_ROUTING
         )
         lower_N += (experts_N < expert).to(tl.int32)
+        start += BLOCK
     row = tl.sum(lower_N)
     tl.store(offsets_ptr + expert, row)
 
-    for start in range(0, num_slots, BLOCK):
+    start = 0
+    while start < num_slots:
         n_N = start + block_N
+        start += BLOCK
         ids_N, experts_N = _slots(
             n_N, num_slots, ids_ptr, id_stride_t, id_stride_k, map_ptr, num_valid, K, E, E_ROUTING
         )
