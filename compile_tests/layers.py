@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
 import math
-from importlib.metadata import version
 from typing import Any
 
 import torch
@@ -138,13 +136,3 @@ def assert_right(out: Tensor, x: Tensor, layer: dict[str, Any]) -> None:
     assert out.dtype == x.dtype
     found = error(out, expected)
     assert found < TOLERANCE[x.dtype], f"relative error {found:.2e}"
-
-
-def interpreter_problem() -> str | None:
-    """Why Triton's interpreter cannot run the kernels here, if it cannot."""
-    if not importlib.util.find_spec("numpy") or not importlib.util.find_spec("triton"):
-        return "Triton's interpreter needs triton and numpy"
-    triton, numpy = (tuple(map(int, version(name).split(".")[:2])) for name in ("triton", "numpy"))
-    if triton < (3, 8) and numpy >= (2, 4):
-        return "the interpreter of this Triton cannot loop up to a kernel's argument with numpy 2.4 and newer"
-    return None

@@ -52,17 +52,13 @@ def finalize(
     out = y.new_empty((T, H) if hidden_states is None else hidden_states.shape)
     if T:
         x = _rows(hidden_states, H) if hidden_states is not None and config.num_zero_experts else None
+        ids, weights, row_of = topk_ids.contiguous(), topk_weights.contiguous(), row_of.contiguous()
+        rows = (y.contiguous(), ids, weights, row_of, _contiguous(shared), x, out.view(T, H))
         with _on_device(y.device):
-            kernels.finalize(
-                y.contiguous(),
-                topk_ids.contiguous(),
-                topk_weights.contiguous(),
-                row_of.contiguous(),
-                _contiguous(shared),
-                x,
-                out.view(T, H),
-                config=config,
-            )
+            launch = functools.partial(kernels.finalize, *rows, config=config)
+            row_kinds = (None if t is None else _rows_kind(t) for t in rows)
+            _prepare(("finalize", config.key, y.device, H, *row_kinds), launch)
+            launch(warmup=False)
     return out
 
 
@@ -140,12 +136,11 @@ class _Call:
         steps = schedules.plan(
             resolved, present, zero_experts=self.config.num_zero_experts > 0, finalized=self.out is not None
         )
-        weight_kinds = (
-            _weight_kind(getattr(layer, n)) for n in LAYER_FIELDS if n not in ("hidden_states", "router_logits")
-        )
-        row_kinds = map(_rows_kind, (self.x,) if layer.router_logits is None else (self.x, self.logits))
+        weights = (getattr(layer, name) for name in LAYER_FIELDS if name not in _ROWS)
+        rows = (self.logits if name == "router_logits" else getattr(layer, name) for name in _ROWS if name in present)
+        kinds = (*map(_rows_kind, (self.x, *rows)), *map(_weight_kind, weights))
         kind = (resolved, self.config.key, self.dims[1:], self.out is not None, self.x.device, self.allow_tf32)
-        _prepare((*kind, *row_kinds, *weight_kinds), functools.partial(self._issue_all, steps))
+        _prepare((*kind, *kinds), functools.partial(self._issue_all, steps))
         schedules.execute(steps, self.issue, layer.hidden_states.device)
 
     def issue(self, name: str) -> None:
@@ -264,6 +259,9 @@ class _Call:
             warmup=self.warmup,
         )
 
+
+_ROWS = ("hidden_states", "router_logits", "topk_ids", "topk_weights")
+"""Arguments with a row for each token."""
 
 _prepared: set[tuple[object, ...]] = set()
 """Kinds of call whose kernels are compiled and loaded: a cache alone, no buffer and no stream."""

@@ -49,6 +49,8 @@ def alt_stream(caller: torch.cuda.Stream) -> torch.cuda.Stream:
 def set_alt_stream(stream: torch.cuda.Stream | None, *, caller: torch.cuda.Stream | None = None) -> None:
     """Lets a server that has a side stream of its own hand it in.
 
+    Threads that share a side stream must not capture and call at the same time: the call would fall into the capture.
+
     Args:
         stream: used from now on as the side stream on its device; None returns to the library's own.
         caller: only for calls on this stream; default all caller streams of the device (of every device for None).

@@ -10,13 +10,9 @@ import pathlib
 import subprocess
 import sys
 
-import pytest
-from layers import interpreter_problem
-
 CASES = pathlib.Path(__file__).with_name("cuda_path_cases.py")
 
 
-@pytest.mark.skipif(interpreter_problem() is not None, reason=interpreter_problem() or "")
 def test_the_cuda_path_keeps_its_promises_in_the_interpreter(request) -> None:
     seed = f"--seed={request.config.option.seed}"
     command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-p", "no:xdist", seed, str(CASES)]

@@ -95,4 +95,4 @@ def test_finalize_launches_under_the_guard(guarded) -> None:
     layer, dims, args = make_call()
     y, ids, weights, row_of, shared = cuda.moe_unfinalized(layer, dims, args["config"], "dual")
     cuda.finalize(y, ids, weights, row_of, shared, None, args["config"])
-    assert guarded == [True, True]
+    assert guarded == [True] * 3  # the layer's run; the kernel, loaded and launched

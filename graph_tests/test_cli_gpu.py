@@ -1,0 +1,87 @@
+"""The command line on a GPU: a compiled model in CUDA graphs, and plain two-stream code beside the op."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+import torch
+from gpu import needs_gpu
+
+from dsmoe_op.cli import main, profiling
+
+pytestmark = needs_gpu
+
+
+@pytest.fixture
+def command(capsys: pytest.CaptureFixture[str]) -> Any:
+    """A command's exit code, and the one object on its stdout."""
+
+    def call(*arguments: str) -> tuple[int, dict[str, Any]]:
+        code = main([*arguments, "--json"])
+        return code, json.loads(capsys.readouterr().out)
+
+    return call
+
+
+def test_the_profile_tells_streams_and_their_overlap() -> None:
+    side = torch.cuda.Stream()
+
+    def together() -> None:
+        side.wait_stream(torch.cuda.current_stream())
+        torch.cuda._sleep(1_000_000)
+        with torch.cuda.stream(side):
+            torch.cuda._sleep(1_000_000)
+        torch.cuda.current_stream().wait_stream(side)
+
+    def apart() -> None:
+        torch.cuda._sleep(1_000_000)
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            torch.cuda._sleep(1_000_000)
+        torch.cuda.current_stream().wait_stream(side)
+
+    for call in (together, apart):
+        call()
+    overlapping, serial = profiling.streams_of(together), profiling.streams_of(apart)
+    assert sorted(overlapping.kernels.values()) == sorted(serial.kernels.values()) == [1, 1]
+    assert overlapping.overlap_us > 0.5 * overlapping.busy_us
+    assert serial.overlap_us < 0.05 * serial.busy_us
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_a_compiled_model_in_graphs_gives_the_plain_models_tokens_from_two_streams(
+    dtype: str, command: Any, fresh_dynamo: None
+) -> None:
+    pytest.importorskip("transformers")
+    small = ["--layers", "3", "--tokens", "12", "--dtype", dtype]
+    code, result = command("run", *small, "--enable-torch-compile", "--cuda-graph-bs", "1,4")
+    assert code == 0, result
+    assert result["cuda_graphs"]["captured"] == [4, 1]
+    assert result["compile"]["op_nodes_per_layer"] == [1]
+    replayed = [row for row in result["patched"] if row["mode"] == "CUDA graph"]
+    assert [(row["requests"], row["batch"]) for row in replayed] == [(1, 1), (2, 4), (4, 4)]
+    streams = result["streams"]["CUDA graph"]
+    assert len(streams["kernels_by_stream"]) == 2
+    assert streams["overlap_us"] > 0
+
+
+def test_an_eager_model_is_captured_too(command: Any) -> None:
+    pytest.importorskip("transformers")
+    code, result = command("run", "--family", "qwen2_moe", "--layers", "2", "--tokens", "6", "--cuda-graph-bs", "2")
+    assert code == 0, result
+    assert [row["mode"] for row in result["patched"]] == ["eager"] * 2 + ["CUDA graph"] * 2
+
+
+def test_the_op_is_never_wrong_where_plain_code_may_be(command: Any, fresh_dynamo: None) -> None:
+    modes = "eager,eager-captured,reduce-overhead"
+    code, result = command("hazard", "--calls", "20", "--modes", modes)
+    assert code == 0, result
+    ours = [row for row in result["rows"] if row["code"] == "dsmoe_op"]
+    assert len(ours) == 6
+    assert all(row["wrong"] == 0 and len(row["kernels_by_stream"]) == 2 for row in ours)
+    eager = [row for row in result["rows"] if row["mode"] == "eager" and row["code"] != "dsmoe_op"]
+    assert all(
+        row["wrong"] == 0 and len(row["kernels_by_stream"]) == 2 for row in eager
+    )  # so the bench itself is right
