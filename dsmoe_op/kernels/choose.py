@@ -74,6 +74,11 @@ def _sanitised(logits):
 
 
 @triton.jit
+def _rounded(x, DTYPE: tl.constexpr):
+    return x.to(DTYPE).to(tl.float32)
+
+
+@triton.jit
 def _scores(logits, top, total, SCORE: tl.constexpr, DTYPE: tl.constexpr):
     """Scores of sanitised logits; top and total are those of the row's softmax."""
     if SCORE == "sigmoid":
@@ -81,10 +86,10 @@ def _scores(logits, top, total, SCORE: tl.constexpr, DTYPE: tl.constexpr):
     elif SCORE == "softmax":
         score = tl.div_rn(exp(logits - top), total)
     elif SCORE == "sqrtsoftplus":
-        score = tl.sqrt_rn(softplus(logits).to(DTYPE).to(tl.float32))
+        score = tl.sqrt_rn(_rounded(softplus(logits), DTYPE))
     else:
         return logits
-    return score.to(DTYPE).to(tl.float32)
+    return _rounded(score, DTYPE)
 
 
 @triton.jit
@@ -164,7 +169,7 @@ def _choose(
             worth_G += tl.max(tl.where(m_M[None, :] == first_G[:, None], float("-inf"), key_GM), axis=1)
             worth_G = tl.where(worth_G == worth_G, worth_G, float("-inf"))
         if bias_ptr is None:
-            worth_G = worth_G.to(STEP_DTYPE).to(tl.float32)
+            worth_G = _rounded(worth_G, STEP_DTYPE)
         ranked_G = tl.where(g_G < GROUPS, _ranked(worth_G, g_G), NEVER)
         kept_G = g_G < 0
         for _ in range(TOPK_GROUP):
@@ -187,9 +192,9 @@ def _choose(
         top = tl.max(logits_K)
         exp_K = exp(logits_K - tl.where(top == float("-inf"), 0.0, top))
         total = tl.sum(exp_K)
-        weights_K = tl.div_rn(exp_K, tl.where(total == 0, 1.0, total)).to(STEP_DTYPE).to(tl.float32)
+        weights_K = _rounded(tl.div_rn(exp_K, tl.where(total == 0, 1.0, total)), STEP_DTYPE)
     elif WEIGHTS_FROM == "topk_sigmoid":
-        weights_K = sigmoid(logits_K).to(STEP_DTYPE).to(tl.float32)
+        weights_K = _rounded(sigmoid(logits_K), STEP_DTYPE)
     else:
         weights_K = _scores(logits_K, top, total, SCORE, STEP_DTYPE)
     weights_K = tl.where(inside_K & (weights_K != float("-inf")), weights_K, 0.0)
@@ -201,10 +206,10 @@ def _choose(
             total += 1e-20
         elif NORMALIZE == "sum_clamp":
             total = tl.where(total < 1e-12, 1e-12, total)
-        total = total.to(STEP_DTYPE).to(tl.float32)
+        total = _rounded(total, STEP_DTYPE)
         total = tl.where(total == 0, 1.0, total)
-        weights_K = tl.div_rn(weights_K, total).to(STEP_DTYPE).to(tl.float32)
-    weights_K = (weights_K * SCALE).to(STEP_DTYPE).to(WEIGHT_DTYPE).to(tl.float32)
+        weights_K = _rounded(tl.div_rn(weights_K, total), STEP_DTYPE)
+    weights_K = _rounded(_rounded(weights_K * SCALE, STEP_DTYPE), WEIGHT_DTYPE)
 
     if num_valid_ptr is not None:
         valid = token < tl.load(num_valid_ptr)

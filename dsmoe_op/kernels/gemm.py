@@ -204,7 +204,7 @@ def _grouped(
 
 @triton.jit
 def _sigmoid(x):
-    """Within some 10 ulp, which is enough behind a product; the exact one would cost a tile's end registers and time."""
+    """Within some 10 ulp, enough behind a product: the exact one would cost the end of a tile registers and time."""
     return 1.0 / (1.0 + tl.exp(-x))
 
 
