@@ -197,8 +197,8 @@ def add_parser(subparsers: Any) -> None:
     parser = subparsers.add_parser(
         "hazard",
         help="show what torch.compile and CUDA graphs do to two-stream code on this GPU, next to the op",
-        description="Runs one layer as plain two-stream code and as the op: eager, compiled and captured. Prints kernels "
-        "by stream, their overlap, and how many calls, delayed at random, differ from one stream. "
+        description="Runs one layer as plain two-stream code and as the op: eager, compiled and captured. Prints "
+        "kernels by stream, their overlap, and how many calls, delayed at random, differ from one stream. "
         "Exit code 0: the op was never wrong and always on two streams; 1: not so; 2: no GPU, or bad arguments.",
     )
     add = parser.add_argument
