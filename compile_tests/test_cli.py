@@ -203,6 +203,22 @@ def test_a_patched_model_that_raises_is_a_mismatch_with_its_text(
     assert all("error" not in row for row in result["plain"])
 
 
+def test_plain_experts_whose_kernels_fail_run_as_a_loop(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fails(*arguments: Any, **options: Any) -> None:
+        raise RuntimeError("no such kernel here")
+
+    from transformers.integrations import moe
+
+    monkeypatch.setattr(moe, "_grouped_linear", fails)
+    code = main(["run", *SMALL, "--json"])
+    captured = capsys.readouterr()
+    assert code == 0
+    assert json.loads(captured.out)["plain_experts"] == "eager"
+    assert "no such kernel here" in captured.err
+
+
 def test_compiled_steps_are_one_graph_with_one_node_a_layer(fresh_dynamo: None, inductor: str, run_json: Any) -> None:
     shape = ("--family", "qwen2_moe", "--layers", "2", "--cuda-graph-bs", "1,2,4")
     code, result = run_json("--enable-torch-compile", *shape)

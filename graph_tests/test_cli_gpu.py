@@ -80,7 +80,7 @@ def test_the_op_is_never_wrong_where_plain_code_may_be(command: Any, fresh_dynam
     assert code == 0, result
     ours = [row for row in result["rows"] if row["code"] == "dsmoe_op"]
     assert len(ours) == 6
-    assert all(row["wrong"] == 0 and len(row["kernels_by_stream"]) == 2 for row in ours)
+    assert all(row["wrong"] == 0 and len(row["kernels_by_stream"]) > 1 for row in ours)
     eager = [row for row in result["rows"] if row["mode"] == "eager" and row["code"] != "dsmoe_op"]
     assert all(
         row["wrong"] == 0 and len(row["kernels_by_stream"]) == 2 for row in eager

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import sys
 import time
 import traceback
 from collections.abc import Callable
@@ -85,6 +86,7 @@ class Result:
 
     Attributes:
         moe_layers: how many blocks were swapped.
+        plain_experts: transformers' name of what the plain model's experts ran with.
         smallest_gap: between the best two logits of the plain model, over all tokens.
         largest_difference: of one logit between patched and reference.
         graphs: for each compile of the patched model, its dsmoe nodes.
@@ -95,6 +97,7 @@ class Result:
 
     job: Job
     moe_layers: int
+    plain_experts: str
     rows: list[Row]
     smallest_gap: float
     largest_difference: float
@@ -118,12 +121,20 @@ def compare(job: Job) -> Result:
     Raises:
         CommandError: the plain model does not run here, or its blocks cannot be swapped.
     """
+    if job.device.type == "cuda":
+        torch.cuda.set_device(job.device)
+    precision = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("highest")  # no tf32: tokens in float32 are to be equal
+    try:
+        return _compare(job)
+    finally:
+        torch.set_float32_matmul_precision(precision)
+
+
+def _compare(job: Job) -> Result:
     from dsmoe_op.hf import replace_moe_blocks
 
     begin = time.perf_counter()
-    if job.device.type == "cuda":
-        torch.cuda.set_device(job.device)
-    torch.set_float32_matmul_precision("highest")  # no tf32: tokens in float32 are to be equal
     with output.progress(_count_rows(job) + 2, "build the model") as bar:
         model = small_models.build(job.family, job.size, dtype=DTYPES[job.dtype], device=job.device, seed=job.seed)
         bar.update()
@@ -142,6 +153,7 @@ def compare(job: Job) -> Result:
     return Result(
         job=job,
         moe_layers=swapped,
+        plain_experts=measure.plain_experts,
         rows=measure.rows,
         smallest_gap=measure.smallest_gap,
         largest_difference=measure.largest_difference,
@@ -179,28 +191,34 @@ class _Measure:
         self.streams: dict[str, profiling.Streams | str] = {}
         self.tokens, self.logits = torch.empty(0), torch.empty(0)
         self.smallest_gap = 0.0
+        self.plain_experts = ""
         self.noise = 0.0  # the plain eager model's largest error
 
-    def reference(self, model: nn.Module) -> None:
+    def reference(self, model: Any) -> None:
         """The plain eager model's tokens, and the logits to compare with: its own, or its weights' in float32."""
         self.bar.set_description("plain, eager, as the reference")
-        requests = len(self.prompts)
-        try:
-            batch = self._batch(model, decode.plain_step(model), requests)
-            decoded = self._decode(batch, requests)
-        except Exception as error:
-            traceback.print_exc()
-            text = output.error_text(error)
-            raise CommandError(f"the plain {self.job.family} does not run here: {text}") from None
+        decoded = self._plain(model)
         if not decoded.logits.isfinite().all():
             raise CommandError(f"the plain {self.job.family} gives logits that are not finite in {self.job.dtype}")
         self.tokens, self.logits = decoded.tokens, decoded.logits
         best = decoded.logits.topk(2, -1).values
         self.smallest_gap = (best[..., 0] - best[..., 1]).min().item()
         if self.job.dtype != "fp32":
-            exact = copy.deepcopy(model).float()
-            batch = self._batch(exact, decode.plain_step(exact), requests)
-            self.logits = self._decode(batch, requests, forced=self.tokens).logits
+            self.logits = self._plain(copy.deepcopy(model).float(), forced=self.tokens).logits
+        self.plain_experts = model.config._experts_implementation
+
+    def _plain(self, model: Any, **options: Any) -> decode.Decoded:
+        """The plain model decodes; its experts run as a loop where the kernels that transformers picks fail."""
+        try:
+            return self._decode(self._batch(model, decode.plain_step(model), len(self.prompts)), **options)
+        except Exception as error:
+            text = output.error_text(error)
+            if model.config._experts_implementation == "eager":
+                traceback.print_exc()
+                raise CommandError(f"the plain {self.job.family} does not run here: {text}") from None
+        print(f"the plain model's experts fail ({text}); they run as a loop instead", file=sys.stderr)
+        model.set_experts_implementation("eager")
+        return self._plain(model, **options)
 
     def model(self, name: str, model: nn.Module, *, compiled: bool, graphs: bool) -> None:
         """All modes of one of the two models."""
@@ -239,7 +257,7 @@ class _Measure:
     def _spaces(self, batch: decode.Batch) -> Tensor:
         return self.prompts.new_full((batch.rows, self.prompts.shape[1]), ord(" "))
 
-    def _decode(self, batch: decode.Batch, requests: int, **options: Any) -> decode.Decoded:
+    def _decode(self, batch: decode.Batch, requests: int | None = None, **options: Any) -> decode.Decoded:
         return decode.decode(batch, self.prompts[:requests], self.job.tokens, **options)
 
     def _prepare(

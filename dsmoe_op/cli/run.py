@@ -39,6 +39,7 @@ def as_json(result: Result) -> dict[str, Any]:
         **_versions(job.device),
         "layers": job.size.layers,
         "moe_layers": result.moe_layers,
+        "plain_experts": result.plain_experts,
         "hidden": job.size.hidden,
         "experts": job.size.experts,
         "schedule": job.schedule,
