@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import pathlib
 import subprocess
 import sys
 from collections.abc import Callable
@@ -242,9 +243,10 @@ def _build(family: str, dtype: torch.dtype = torch.float32, seed: int = 3) -> to
     return small_models.build(family, SIZE, dtype=dtype, device="cpu", seed=seed)
 
 
-def test_a_seed_gives_one_model_and_dtypes_only_round_it() -> None:
-    exact, again, other = (_build("deepseek_v3", seed=seed).state_dict() for seed in (3, 3, 4))
-    rounded = _build("deepseek_v3", torch.bfloat16).state_dict()
+@pytest.mark.parametrize("family", ["deepseek_v3", "qwen3_next"])
+def test_a_seed_gives_one_model_and_dtypes_only_round_it(family: str) -> None:
+    exact, again, other = (_build(family, seed=seed).state_dict() for seed in (3, 3, 4))
+    rounded = _build(family, torch.bfloat16).state_dict()
     changed = 0
     for name, tensor in exact.items():
         assert torch.equal(tensor, again[name])
@@ -253,12 +255,15 @@ def test_a_seed_gives_one_model_and_dtypes_only_round_it() -> None:
     assert changed > len(exact) / 2
 
 
-def test_what_transformers_keeps_in_float32_is_in_float32() -> None:
-    model = _build("deepseek_v3", torch.bfloat16)
-    dtypes = {name: tensor.dtype for name, tensor in model.state_dict().items()}
-    kept = {name for name, dtype in dtypes.items() if dtype == torch.float32}
-    assert kept == {name for name in dtypes if name.endswith(("gate.weight", "e_score_correction_bias"))}
-    assert kept
+@pytest.mark.parametrize("family", ["deepseek_v3", "afmoe", "qwen3_next"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_dtypes_are_those_of_a_loaded_checkpoint(family: str, dtype: torch.dtype, tmp_path: pathlib.Path) -> None:
+    model = _build(family)
+    model.save_pretrained(tmp_path)  # type: ignore[operator]
+    loaded = type(model).from_pretrained(tmp_path, dtype=dtype).state_dict()  # type: ignore[attr-defined]
+    built = _build(family, dtype).state_dict()
+    assert {name: tensor.dtype for name, tensor in built.items()} == {k: v.dtype for k, v in loaded.items()}
+    assert all(torch.equal(tensor, loaded[name]) for name, tensor in built.items())
 
 
 def test_greedy_tokens_are_neither_constant_nor_near_ties() -> None:

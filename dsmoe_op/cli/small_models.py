@@ -200,21 +200,23 @@ def build(name: str, size: Size, *, dtype: torch.dtype, device: torch.device | s
     model_class = getattr(importlib.import_module(f"{family.folder}.modeling_{family.package}"), family.model)
     known = {field.name for field in dataclasses.fields(config_class)} | set(config_class.attribute_map)
     fields = {field: value for field, value in _fields(size).items() if field in known}
-    model = model_class(config_class(**{**fields, **family.own(size)})).eval()
-    _randomize(model, size, torch.Generator().manual_seed(seed))
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = model_class(config_class(**{**fields, **family.own(size)})).eval()
+        _randomize(model, size)
     _cast(model, dtype)
     return model.to(device)
 
 
 @torch.no_grad()
-def _randomize(model: nn.Module, size: Size, generator: torch.Generator) -> None:
+def _randomize(model: nn.Module, size: Size) -> None:
     """Weights that keep a unit variance through each matmul, so that every layer counts and the logits spread widely.
 
     Norms, convolutions and the like keep the start that transformers gives them.
     """
 
     def normal(tensor: Tensor, std: float) -> None:
-        tensor.copy_(torch.randn(tensor.shape, generator=generator) * std)
+        tensor.copy_(torch.randn(tensor.shape) * std)
 
     for name, module in model.named_modules():
         for its_name, tensor in _own_tensors(module):
