@@ -22,6 +22,9 @@ CASES = Path(__file__).with_name("interpreter_cases.py")
 PROMISES = re.findall(r"^def (test_\w+)", CASES.read_text(), re.MULTILINE)
 
 
+pytestmark = pytest.mark.xdist_group("interpreter")  # one process has the outcomes of all
+
+
 @pytest.fixture(scope="module")
 def outcomes(request, tmp_path_factory) -> dict[str, list[str]]:
     """For each promise, what its cases said: nothing, or how they failed."""

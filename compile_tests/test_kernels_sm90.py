@@ -242,6 +242,23 @@ def test_routing_kernels_fit_for_any_number_of_experts(compiled, tmp_path, E, K,
     check_resources(compiled, tmp_path)
 
 
+@pytest.mark.parametrize(
+    "knobs",
+    [
+        {"score": "none", "normalize": "none"},
+        {"score": "none", "weights_from": "topk_softmax", "normalize": "sum"},
+        {"score": "none", "weights_from": "topk_sigmoid", "score_dtype": "model"},
+        {"score": "none", "weights_from": "topk_sigmoid", "choice_on": "logit", "normalize": "sum_clamp"},
+        {"score": "sqrtsoftplus", "score_dtype": "model", "weight_dtype": "model"},
+        {"score": "softmax", "score_dtype": "model", "n_group": 8, "topk_group": 4, "group_mask": "zero"},
+        {"score": "softmax", "choice_on": "logit", "n_group": 8, "topk_group": 4, "group_score": "max"},
+    ],
+)
+def test_the_choice_compiles_with_every_value_of_every_knob(compiled, tmp_path, knobs):
+    Layer(E=64, H=512, dtype=BF16, config=MoEConfig(top_k=4, **knobs)).routing()
+    check_resources(compiled, tmp_path)
+
+
 @pytest.mark.parametrize("dtype", [BF16, FP32])
 def test_no_number_of_tokens_needs_a_kernel_that_warmup_has_not_compiled(compiled, dtype):
     """Neither a tile nor an argument's value compiles another one: no compile in a capture."""

@@ -275,8 +275,8 @@ def _prepare(kind: tuple[object, ...], launch: Callable[..., None]) -> None:
         launch: launches the call's kernels, with warmup=True instead compiles and loads every variant of them.
     """
     if kind not in _prepared:
-        with streams.relaxed_capture(), kernels.compile_together():
-            launch(warmup=True)
+        with streams.relaxed_capture():
+            kernels.compile_together(functools.partial(launch, warmup=True))
         _prepared.add(kind)
 
 

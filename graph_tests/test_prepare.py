@@ -7,6 +7,7 @@ its tensors, which of them are absent, the integers that Triton specialises on, 
 from __future__ import annotations
 
 import contextlib
+import inspect
 import sys
 from typing import Any
 
@@ -15,7 +16,7 @@ import torch
 from layers import WAYS, make_layer
 from torch import Tensor
 
-from dsmoe_op import checks, cuda, streams
+from dsmoe_op import checks, cuda, kernels, streams
 from dsmoe_op import schedule as schedules
 from dsmoe_op.checks import LAYER_FIELDS, Layer
 from dsmoe_op.schedule import Launch
@@ -142,3 +143,23 @@ def test_a_kind_is_prepared_once(recorder) -> None:
     for T in (3, 3, 70):
         call(*make_layer(T))
     assert len(cuda._prepared) == 1
+
+
+def test_a_kernel_that_fails_to_compile_leaves_the_next_call_fine() -> None:
+    """Triton leaves its mode set where a compile that it waits for at the end fails."""
+    from triton.runtime._async_compile import active_mode
+
+    class Failure(Exception):
+        pass
+
+    def warm_up() -> None:
+        mode = active_mode.get()
+        ends = len(inspect.signature(mode.submit).parameters) - 2
+        mode.submit("key", compiles, *[lambda *args: None] * ends)
+
+    def compiles() -> None:
+        raise Failure
+
+    with pytest.raises(Failure):
+        kernels.compile_together(warm_up)
+    kernels.compile_together(lambda: None)

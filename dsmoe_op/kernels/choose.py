@@ -81,15 +81,14 @@ def _rounded(x, DTYPE: tl.constexpr):
 @triton.jit
 def _scores(logits, top, total, SCORE: tl.constexpr, DTYPE: tl.constexpr):
     """Scores of sanitised logits; top and total are those of the row's softmax."""
+    score = logits
     if SCORE == "sigmoid":
-        score = sigmoid(logits)
+        score = _rounded(sigmoid(logits), DTYPE)
     elif SCORE == "softmax":
-        score = tl.div_rn(exp(logits - top), total)
+        score = _rounded(tl.div_rn(exp(logits - top), total), DTYPE)
     elif SCORE == "sqrtsoftplus":
-        score = tl.sqrt_rn(_rounded(softplus(logits), DTYPE))
-    else:
-        return logits
-    return _rounded(score, DTYPE)
+        score = _rounded(tl.sqrt_rn(_rounded(softplus(logits), DTYPE)), DTYPE)
+    return score
 
 
 @triton.jit

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
+import contextvars
 import os
-from collections.abc import Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -43,21 +42,22 @@ def launch(
         together.append(compiled)
 
 
-@contextlib.contextmanager
-def compile_together() -> Iterator[None]:
-    """Kernels warmed up inside are compiled side by side, on all of the process's cores, and loaded at the end."""
+def compile_together(warm_up: Callable[[], None]) -> None:
+    """What `warm_up` warms up is compiled side by side, on all of the process's cores, and loaded at the end."""
     compiling: list[Any] = []
-    token = _together.set(compiling)
-    try:
+
+    def compile_all() -> None:
+        _together.set(compiling)
         with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as executor, triton.AsyncCompileMode(executor):
-            yield
-    finally:
-        _together.reset(token)
+            warm_up()
+
+    # In a context of its own: a kernel that fails to compile leaves the mode set, and the next call could not enter it.
+    contextvars.Context().run(compile_all)
     for compiled in compiling:
         _load(compiled)
 
 
-_together: ContextVar[list[Any] | None] = ContextVar("together", default=None)
+_together: contextvars.ContextVar[list[Any] | None] = contextvars.ContextVar("together", default=None)
 
 
 def _load(compiled: Any) -> None:
