@@ -1,9 +1,15 @@
-"""The layer on the CPU: slots grouped by expert, one matmul a weight and expert through torch (oneDNN), threads as torch is set.
+"""The layer on the CPU: slots grouped by expert, a oneDNN matmul for each expert and weight, threads as torch is set.
 
-Routing is `reference.route` in float32. h, y and shared rows are stored in the model's dtype, as on CUDA.
+h, y and shared rows are stored in the model's dtype, as on CUDA. A product is rounded to it once more, before the bias
+and the activation, which are in float32: torch's oneDNN products have the dtype of their factors.
+
+Suffixes as in `reference.py`; N = T * K slots.
 """
 
 from __future__ import annotations
+
+import functools
+from collections.abc import Iterator, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -13,40 +19,50 @@ from dsmoe_op import reference
 from dsmoe_op.checks import Dims, Layer, Routing
 from dsmoe_op.config import MoEConfig
 
+RUN_ROWS = 256
+"""Experts are taken together up to so many rows: few torch calls where each has few, and temporaries fit in a cache."""
+ACTIVATION_NUMBERS = 1 << 16
+"""Numbers of h that are float32 at a time: what the activation makes of them stays in a core's cache."""
+TOKENS = 128
+"""Tokens that are float32 at a time, likewise."""
+FEW_ROWS = 3
+"""Up to so many rows, torch's own float16 and bfloat16 products beat a cast of the weight where oneDNN has none."""
+
 
 def moe(layer: Layer, dims: Dims, config: MoEConfig, schedule: str) -> Tensor:
-    out = finalize(*moe_unfinalized(layer, dims, config, schedule), layer.hidden_states, config)
-    return out.view(layer.hidden_states.shape)
+    """The layer's output: fresh, contiguous, like hidden_states."""
+    y, ids, weights, row_of, shared = moe_unfinalized(layer, dims, config, schedule)
+    return finalize(y, ids, weights, row_of, shared, layer.hidden_states, config)
 
 
 @torch.autocast("cpu", enabled=False)
 def moe_unfinalized(layer: Layer, dims: Dims, config: MoEConfig, schedule: str) -> tuple[Tensor, ...]:
     """y, topk_ids, topk_weights, row_of, shared; one CPU has no streams, so `schedule` changes nothing."""
-    x_TH = layer.hidden_states.reshape(-1, dims.H)
-    ids_TK, weights_TK = _routing(layer, dims, config)
-    ids_TK, weights_TK, row_ids_TK = _canonical(ids_TK, weights_TK, layer, dims, config)
+    x_TH = layer.hidden_states.reshape(-1, dims.H).contiguous()
+    ids_TK, weights_TK = _routing(layer, config)
+    ids_TK, weights_TK, expert_TK = _canonical(ids_TK, weights_TK, layer, dims, config)
 
-    slot_order_N = row_ids_TK.flatten().argsort(stable=True)
-    counts = row_ids_TK.flatten().bincount(minlength=dims.E + 1).tolist()
-    num_rows = sum(counts[: dims.E])
-    row_of_N = torch.full_like(slot_order_N, -1, dtype=torch.int32)
-    row_of_N[slot_order_N[:num_rows]] = torch.arange(num_rows, dtype=torch.int32)
+    slots_N = expert_TK.flatten().argsort(stable=True)
+    counts_E = expert_TK.flatten().bincount(minlength=dims.E).tolist()[: dims.E]
+    num_rows = sum(counts_E)
+    row_of_N = torch.full_like(slots_N, -1, dtype=torch.int32)
+    row_of_N[slots_N[:num_rows]] = torch.arange(num_rows, dtype=torch.int32)
 
-    y_NH = x_TH.new_zeros((dims.T * dims.K, dims.H))
-    start = 0
-    for expert, count in enumerate(counts[: dims.E]):
-        if count == 0:
-            continue
-        slots = slot_order_N[start : start + count]
-        x = x_TH[slots // dims.K]
+    y_NH = x_TH.new_empty((dims.T * dims.K, dims.H))
+    y_NH[num_rows:] = 0
+    for experts, rows in _runs(counts_E):
+        slots = slots_N[rows]
+        x = x_TH.index_select(0, slots // dims.K)
         if config.apply_router_weight_on_input:
-            x = (weights_TK.flatten()[slots].unsqueeze(1) * x).to(x_TH.dtype)
-        h = _linear(x, layer.w13[expert], layer.w13_bias, expert)
-        h = _activation(h, config, config.clamp_routed, config.w13_order)
-        y_NH[start : start + count] = _linear(h, layer.w2[expert], layer.w2_bias, expert)
-        start += count
-    shared_TH = _shared(x_TH, layer, config, dims)
-    return y_NH, ids_TK, weights_TK, row_of_N.view(dims.T, dims.K), shared_TH
+            x = (weights_TK.flatten()[slots].unsqueeze(1) * x).to(x.dtype)
+        sizes = [counts_E[e] for e in experts]
+        h = _linear_each(x, sizes, layer.w13, layer.w13_bias, experts)
+        h = _activation(h, config, config.clamp_routed, config.w13_order, x.dtype)
+        if layer.w2_bias is None:
+            _linear_each(h, sizes, layer.w2, None, experts, out=y_NH[rows])
+        else:
+            y_NH[rows] = _linear_each(h, sizes, layer.w2, layer.w2_bias, experts)
+    return y_NH, ids_TK, weights_TK, row_of_N.view(dims.T, dims.K), _shared(x_TH, layer, config)
 
 
 def finalize(
@@ -60,94 +76,196 @@ def finalize(
 ) -> Tensor:
     """round_once(sum over k of w * y + shared), in float32 and ascending k."""
     T, H = topk_ids_TK.shape[0], y_NH.shape[1]
-    out_TH = torch.zeros((T, H), dtype=torch.float32)
-    for k in range(config.top_k if T else 0):
-        rows = row_of_TK[:, k]
-        weights = topk_weights_TK[:, k : k + 1]
-        has_row = (rows >= 0).unsqueeze(1)
-        y = y_NH[rows.clamp(min=0)].float()
-        out_TH += torch.where(has_row, y if config.apply_router_weight_on_input else weights * y, 0.0)
-        if config.num_zero_experts and hidden_states is not None:
-            is_zero_expert = ((rows < 0) & (topk_ids_TK[:, k] >= 0)).unsqueeze(1)
-            out_TH += torch.where(is_zero_expert, weights * hidden_states.reshape(T, H).float(), 0.0)
-    if config.scale_at_end != 1.0:
-        out_TH *= config.scale_at_end
-    if shared_TH is not None and shared_TH.shape[0]:
-        out_TH += shared_TH
-    if config.combine == "average":
-        out_TH *= 0.5
-    out_TH = out_TH.to(y_NH.dtype)
+    x_TH = hidden_states.reshape(T, H) if hidden_states is not None and config.num_zero_experts else None
+    has_no_row_TK = row_of_TK < 0
+    all_rows = not has_no_row_TK.any()
+    row_TK = row_of_TK.clamp(min=0)
+    out_TH = y_NH.new_empty((T, H))
+    for start in range(0, T, TOKENS):
+        block = slice(start, start + TOKENS)
+        total = torch.zeros(out_TH[block].shape, dtype=torch.float32)
+        for k in range(config.top_k):
+            y = y_NH.index_select(0, row_TK[block, k]).float()
+            if not all_rows:
+                y.masked_fill_(has_no_row_TK[block, k : k + 1], 0.0)
+            if x_TH is not None:
+                is_zero_expert = has_no_row_TK[block, k : k + 1] & (topk_ids_TK[block, k : k + 1] >= 0)
+                y = torch.where(is_zero_expert, x_TH[block].float(), y)
+            if config.apply_router_weight_on_input:
+                total += y
+            else:
+                total.addcmul_(y, topk_weights_TK[block, k : k + 1])
+        if config.scale_at_end != 1.0:
+            total *= config.scale_at_end
+        if shared_TH is not None and len(shared_TH):
+            total += shared_TH[block]
+        if config.combine == "average":
+            total *= 0.5
+        out_TH[block] = total
     return out_TH if hidden_states is None else out_TH.view(hidden_states.shape)
 
 
 @torch.autocast("cpu", enabled=False)
 def route(routing: Routing, T: int, num_logits: int, config: MoEConfig) -> tuple[Tensor, Tensor]:
     """topk_ids int32 [T, K] and topk_weights float32 [T, K]."""
-    return _route(routing, config, None)
+    return _route(routing, config)
 
 
-def _routing(layer: Layer, dims: Dims, config: MoEConfig) -> tuple[Tensor, Tensor]:
+def _routing(layer: Layer, config: MoEConfig) -> tuple[Tensor, Tensor]:
     if layer.topk_ids is not None and layer.topk_weights is not None:
-        return layer.topk_ids, layer.topk_weights.float()
-    return _route(layer, config, layer.num_valid_tokens)
+        return _fresh(layer.topk_ids), layer.topk_weights.float()
+    return _route(layer, config)
 
 
-def _route(layer: Layer | Routing, config: MoEConfig, num_valid_tokens: Tensor | None) -> tuple[Tensor, Tensor]:
-    if layer.router_logits is not None:
-        logits_TE = layer.router_logits.float()
-    else:
-        assert layer.router_weight is not None
-        x_TH = layer.hidden_states.reshape(-1, layer.hidden_states.shape[-1])
-        logits_TE = reference.compute_logits(x_TH, layer.router_weight, layer.router_bias, config, torch.float32)
+def _route(layer: Layer | Routing, config: MoEConfig) -> tuple[Tensor, Tensor]:
     ids_TK, weights_TK = reference.route(
-        logits_TE,
+        _logits(layer, config),
         config,
         correction_bias=layer.correction_bias,
-        num_valid_tokens=num_valid_tokens,
         model_dtype=layer.hidden_states.dtype,
+        best=_best_ids,
     )
     return ids_TK.int(), weights_TK
+
+
+def _logits(layer: Layer | Routing, config: MoEConfig) -> Tensor:
+    """Float32 [T, E+Z]."""
+    if layer.router_logits is not None:
+        return layer.router_logits.float()
+    assert layer.router_weight is not None
+    weight_EH, bias_E = layer.router_weight, layer.router_bias
+    x_TH = layer.hidden_states.reshape(-1, weight_EH.shape[1])
+    is_bfloat16 = weight_EH.dtype == x_TH.dtype == torch.bfloat16
+    if config.router_dtype == "model" and is_bfloat16 and bias_E is None and not _mixes_rows(x_TH):
+        return F.linear(x_TH, weight_EH).float()  # sums in float32 and rounds them, as the definition has it
+    # Where torch may take less than float32 for the matmul, float64 stays exact enough for a router.
+    is_exact = torch.backends.mkldnn.matmul.fp32_precision in ("none", "ieee")  # type: ignore[attr-defined]
+    dtype = torch.float32 if is_exact else torch.float64
+    return reference.compute_logits(x_TH, weight_EH, bias_E, config, dtype).float()
+
+
+def _best_ids(t: Tensor, k: int) -> Tensor:
+    """As `reference.best_ids`, by torch.topk except in rows where equal values among the k+1 best leave it a choice."""
+    values, ids = t.topk(min(k + 1, t.shape[-1]))
+    is_tied = (values[:, 1:] == values[:, :-1]).any(-1)
+    ids = _fresh(ids[:, :k])
+    if is_tied.any():
+        ids[is_tied] = reference.best_ids(t[is_tied], k)
+    return ids
+
+
+def _fresh(t: Tensor) -> Tensor:
+    """A copy with the strides of a new tensor, also where .contiguous() has no need of them: in dims of size 1."""
+    return t.clone(memory_format=torch.contiguous_format)
 
 
 def _canonical(
     ids_TK: Tensor, weights_TK: Tensor, layer: Layer, dims: Dims, config: MoEConfig
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Fresh ids int32 and weights with -1 and 0 where a slot contributes nothing, and the row of w13 (E = none) int64."""
+    """Ids int32 and weights, new: -1 and 0 where a slot contributes nothing; and the row of w13 (E = none), int64."""
     ids = ids_TK.long()
     is_routed = (ids >= 0) & (ids < dims.E_routing)
-    rows = ids.clamp(0, dims.E_routing - 1)
+    expert = ids.clamp(0, dims.E_routing - 1)
     if layer.expert_map is not None:
-        rows = layer.expert_map[rows].long()
-    is_routed &= (rows >= 0) & (rows < dims.E)
-    is_zero_expert = (ids >= dims.E_routing) & (ids < dims.E_routing + config.num_zero_experts)
+        expert = layer.expert_map[expert].long()
+        is_routed &= (expert >= 0) & (expert < dims.E)
+    contributes = is_routed
+    if config.num_zero_experts:
+        contributes = is_routed | ((ids >= dims.E_routing) & (ids < dims.E_routing + config.num_zero_experts))
     if layer.num_valid_tokens is not None:
-        is_valid = (torch.arange(dims.T) < layer.num_valid_tokens).unsqueeze(1)
-        is_routed, is_zero_expert = is_routed & is_valid, is_zero_expert & is_valid
-    contributes = is_routed | is_zero_expert
+        is_valid_T1 = (torch.arange(dims.T) < layer.num_valid_tokens).unsqueeze(1)
+        is_routed, contributes = is_routed & is_valid_T1, contributes & is_valid_T1
     return (
         torch.where(contributes, ids, -1).int(),
         torch.where(contributes, weights_TK, 0.0),
-        torch.where(is_routed, rows, dims.E),
+        torch.where(is_routed, expert, dims.E),
     )
 
 
-def _shared(x_TH: Tensor, layer: Layer, config: MoEConfig, dims: Dims) -> Tensor:
+def _runs(counts_E: Sequence[int]) -> Iterator[tuple[list[int], slice]]:
+    """Neighbouring experts that have rows, as many as come to RUN_ROWS or one that has more, with their rows of y."""
+    experts: list[int] = []
+    start = end = 0
+    for expert, count in enumerate(counts_E):
+        if experts and end - start + count > RUN_ROWS:
+            yield experts, slice(start, end)
+            experts, start = [], end
+        if count:
+            experts.append(expert)
+            end += count
+    if experts:
+        yield experts, slice(start, end)
+
+
+def _shared(x_TH: Tensor, layer: Layer, config: MoEConfig) -> Tensor:
+    """[T, H], or [0, H] without a shared expert."""
     if layer.shared_w13 is None or layer.shared_w2 is None:
-        return x_TH.new_empty((0, dims.H))
-    h = _activation(F.linear(x_TH, layer.shared_w13), config, config.clamp_shared, "gate_up")
-    shared_TH = F.linear(h, layer.shared_w2)
+        return x_TH.new_empty((0, x_TH.shape[1]))
+    T = len(x_TH)
+    h = _linear(x_TH, layer.shared_w13, x_TH.new_empty((T, layer.shared_w13.shape[0])))
+    h = _activation(h, config, config.clamp_shared, "gate_up", x_TH.dtype)
+    shared_TH = _linear(h, layer.shared_w2, x_TH.new_empty(x_TH.shape))
     if layer.shared_gate is not None:
-        gate_T1 = torch.sigmoid(F.linear(x_TH.float(), layer.shared_gate.float()))
-        shared_TH = (gate_T1 * shared_TH).to(x_TH.dtype)
+        gate = layer.shared_gate.float()
+        for x, shared in zip(x_TH.split(TOKENS), shared_TH.split(TOKENS), strict=True):
+            shared.copy_(torch.sigmoid(F.linear(x.float(), gate)) * shared)
     if layer.num_valid_tokens is not None:
-        shared_TH[torch.arange(dims.T) >= layer.num_valid_tokens] = 0
+        shared_TH[torch.arange(T) >= layer.num_valid_tokens] = 0
     return shared_TH
 
 
-def _linear(x: Tensor, weight: Tensor, bias_E: Tensor | None, expert: int) -> Tensor:
-    out = F.linear(x, weight)
-    return out if bias_E is None else (out.float() + bias_E[expert].float()).to(x.dtype)
+def _linear_each(
+    x: Tensor,
+    sizes: list[int],
+    weight_E: Tensor,
+    bias_E: Tensor | None,
+    experts: list[int],
+    out: Tensor | None = None,
+) -> Tensor:
+    """Each expert's product with its rows of x, the next size of them; float32 with a bias."""
+    if out is None:
+        out = x.new_empty((len(x), weight_E.shape[1]))
+    for expert, its_x, its_out in zip(experts, x.split(sizes), out.split(sizes), strict=True):
+        _linear(its_x, weight_E[expert], its_out)
+    if bias_E is None:
+        return out
+    return out.float() + bias_E[experts].float().repeat_interleave(torch.tensor(sizes), 0)
 
 
-def _activation(h: Tensor, config: MoEConfig, clamp: float | None, order: str) -> Tensor:
-    return reference.activation(h.float(), config, clamp=clamp, order=order).to(h.dtype)
+def _linear(x: Tensor, weight: Tensor, out: Tensor) -> Tensor:
+    """out = x weight^T in the dtype of all three."""
+    is_half = x.dtype != torch.float32
+    is_native = _onednn_has(x.dtype) or (len(x) <= FEW_ROWS and weight.stride(-1) == 1)
+    if is_half and is_native and not _mixes_rows(x):
+        return torch.mm(x, weight.t(), out=out)
+    if is_half:
+        x, weight = x.float(), weight.float()
+    if not _onednn_has(torch.float32):
+        return out.copy_(F.linear(x, weight))
+    # F.linear takes BLAS for float32, which is slower where rows are few.
+    return out.copy_(torch.ops.mkldnn._linear_pointwise(x, weight, None, "none", [], ""))
+
+
+def _mixes_rows(x: Tensor) -> bool:
+    """Whether a half-precision product may read past a row of x into the next one, times 0: a NaN there spreads.
+
+    Seen with oneDNN on AMX, whose tiles take 64 bytes of a row, at widths that are no multiple of that.
+    """
+    return x.shape[1] % 32 != 0 and torch.cpu._is_amx_tile_supported()
+
+
+@functools.cache
+def _onednn_has(dtype: torch.dtype) -> bool:
+    if not torch.backends.mkldnn.is_available():
+        return False
+    if dtype == torch.bfloat16:
+        return torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    return dtype == torch.float32 or torch.ops.mkldnn._is_mkldnn_fp16_supported()
+
+
+def _activation(h: Tensor, config: MoEConfig, clamp: float | None, order: str, dtype: torch.dtype) -> Tensor:
+    out = h.new_empty((len(h), h.shape[1] // 2 if config.gated else h.shape[1]), dtype=dtype)
+    rows = max(1, ACTIVATION_NUMBERS // h.shape[1])
+    for its_h, its_out in zip(h.split(rows), out.split(rows), strict=True):
+        its_out.copy_(reference.activation(its_h.float(), config, clamp=clamp, order=order))
+    return out
