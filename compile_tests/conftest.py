@@ -2,6 +2,7 @@
 
 from fixtures import (
     _fresh_random,
+    cpp,
     device,
     fresh_dynamo,
     inductor,
@@ -12,6 +13,7 @@ from fixtures import (
 
 __all__ = [
     "_fresh_random",
+    "cpp",
     "device",
     "fresh_dynamo",
     "inductor",

@@ -57,9 +57,16 @@ def fresh_dynamo() -> Iterator[None]:
 
 
 @pytest.fixture
-def inductor(device: str) -> str:
-    """A device on which Inductor can compile: it writes C++ for the CPU."""
+def cpp() -> None:
+    """What Inductor needs to compile the C++ that it writes for the CPU, and for packages of any device."""
     headers = pathlib.Path(torch.__file__).parent / "include" / "torch" / "csrc"
-    if device == "cpu" and not (headers.exists() and shutil.which("g++")):
+    if not (headers.exists() and shutil.which("g++")):
         pytest.skip("needs g++ and torch's C++ headers")
+
+
+@pytest.fixture
+def inductor(device: str, request: pytest.FixtureRequest) -> str:
+    """A device on which Inductor can compile."""
+    if device == "cpu":
+        request.getfixturevalue("cpp")
     return device

@@ -101,9 +101,9 @@ def test_bad_input_is_refused_while_exporting(device):
         export(Layer(one_call, layer), x, {})
 
 
-def test_an_aoti_package_runs_in_python(tmp_path: Path, inductor):
-    layer = DualStreamMoE(MoEConfig(top_k=3), 48, 12, 32, shared_intermediate_size=80, device=inductor)
-    x = torch.randn(7, 48, device=inductor)
+def test_an_aoti_package_runs_in_python(tmp_path: Path, cpp, device):
+    layer = DualStreamMoE(MoEConfig(top_k=3), 48, 12, 32, shared_intermediate_size=80, device=device)
+    x = torch.randn(7, 48, device=device)
     with torch.no_grad():
         program = torch.export.export(layer, (x,), dynamic_shapes=({0: torch.export.Dim("T", max=4096)},), strict=False)
         path = torch._inductor.aoti_compile_and_package(
@@ -113,5 +113,5 @@ def test_an_aoti_package_runs_in_python(tmp_path: Path, inductor):
         )
         packaged = torch._inductor.aoti_load_package(path)
         for T in SIZES:
-            x = torch.randn(T, 48, device=inductor)
+            x = torch.randn(T, 48, device=device)
             assert torch.equal(packaged(x), layer(x))
