@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import io
 import re
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -102,16 +104,12 @@ def test_bad_input_is_refused_while_exporting(device):
 
 
 def test_an_aoti_package_runs_in_python(tmp_path: Path, cpp, device):
-    layer = DualStreamMoE(MoEConfig(top_k=3), 48, 12, 32, shared_intermediate_size=80, device=device)
-    x = torch.randn(7, 48, device=device)
-    with torch.no_grad():
-        program = torch.export.export(layer, (x,), dynamic_shapes=({0: torch.export.Dim("T", max=4096)},), strict=False)
-        path = torch._inductor.aoti_compile_and_package(
-            program,
-            package_path=str(tmp_path / "layer.pt2"),
-            inductor_configs={"aot_inductor.compile_wrapper_opt_level": "O0"},  # compiles sooner
-        )
-        packaged = torch._inductor.aoti_load_package(path)
-        for T in SIZES:
-            x = torch.randn(T, 48, device=device)
-            assert torch.equal(packaged(x), layer(x))
+    def run(what: str) -> subprocess.CompletedProcess[str]:
+        script = Path(__file__).with_name("aoti_package.py")
+        command = [sys.executable, str(script), what, device, str(tmp_path / f"{what}.pt2")]
+        return subprocess.run(command, capture_output=True, text=True, cwd=script.parents[1])
+
+    done = run("op")
+    if done.returncode < 0 and run("control").returncode < 0:
+        pytest.skip("AOTInductor packages crash here, without the op too")
+    assert done.returncode == 0, done.stderr[-3000:]

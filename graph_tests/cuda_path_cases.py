@@ -154,6 +154,7 @@ def test_any_order_that_two_streams_allow_gives_the_same_bits(way, schedule) -> 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_unfinalized_and_finalize_give_the_bits_of_the_one_call(monkeypatch, name, schedule) -> None:
     monkeypatch.setattr(cuda, "_on_device", contextlib.nullcontext)
+    monkeypatch.setattr(cuda, "_prepare", lambda kind, launch: None)
     x, args = make(name, random.choice(WAYS))
     pieces = Run(x, args, schedule, finalized=False).issue().pieces
     assert same(cuda.finalize(*pieces, x, args["config"]), Run(x, args, schedule).issue().out)
