@@ -102,6 +102,8 @@ def test_a_choice_outside_its_values_is_refused(name, value):
         ({"num_zero_experts": math.nan}, "num_zero_experts: expected an integer in 0..1024, got nan"),
         ({"routed_scaling_factor": math.nan}, "routed_scaling_factor: expected a finite number, got nan"),
         ({"routed_scaling_factor": math.inf}, "routed_scaling_factor: expected a finite number, got inf"),
+        ({"routed_scaling_factor": 10**39}, f"routed_scaling_factor: expected a finite number, got {10**39}"),
+        ({"routed_scaling_factor": 1e39}, "routed_scaling_factor: expected a finite number, got 1e+39"),
         ({"routed_scaling_factor": None}, "routed_scaling_factor: expected a finite number, got None"),
         ({"routed_scaling_factor": "2"}, "routed_scaling_factor: expected a finite number, got '2'"),
         ({"routed_scaling_factor": True}, "routed_scaling_factor: expected a finite number, got True"),

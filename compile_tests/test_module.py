@@ -369,6 +369,18 @@ REFUSED = {
         lambda block: block.experts.register_forward_hook(lambda *_: None),
         "experts: expected no forward hooks",
     ),
+    "hooks of an activation": (
+        "deepseek_v3",
+        {},
+        lambda block: block.shared_experts.act_fn.register_forward_hook(lambda *_: None),
+        "shared_experts.act_fn: expected no forward hooks",
+    ),
+    "own forward of a linear": (
+        "deepseek_v3",
+        {},
+        lambda block: _patched_forward(block.shared_experts.down_proj),
+        "shared_experts.down_proj: expected the forward of its class",
+    ),
     "expert parallel": (
         "deepseek_v3",
         {},

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import textwrap
 import threading
@@ -606,3 +607,40 @@ def test_vmap_is_refused_with_the_way_out(device):
 def test_functionalize_sees_a_functional_op(device):
     x, layer = make_layer(device=device)
     assert torch.equal(torch.func.functionalize(lambda x: dual_stream_moe(x, **layer))(x), dual_stream_moe(x, **layer))
+
+
+def test_outputs_may_be_written_in_place(device):
+    """Autograd refuses that for a view, even of a tensor that nobody else has."""
+    x, layer = make_layer((2, 4), device=device, shared_gate=True)
+    weight = torch.nn.Parameter(torch.ones(x.shape[-1], device=device))
+    with torch.no_grad():
+        outs = (dual_stream_moe(x, **layer), *dual_stream_moe_unfinalized(x, **layer))
+    assert not any(out._is_view() for out in outs if out is not None)
+    outs[0].mul_(weight)
+    dual_stream_moe(x, **layer | {"w2": layer["w2"].requires_grad_()}).add_(1)
+
+
+def test_a_slot_without_a_row_may_have_any_weight_in_finalize(device):
+    x, layer = make_layer(device=device)
+    pieces = dual_stream_moe_unfinalized(x, **layer)
+    empty = torch.zeros_like(pieces.row_of, dtype=torch.bool)
+    empty[2, 1] = empty[4] = True
+    row_of = pieces.row_of.masked_fill(empty, -1)
+    ids = pieces.topk_ids.masked_fill(empty, -1)
+    outs = [
+        finalize(
+            pieces._replace(row_of=row_of, topk_ids=ids, topk_weights=pieces.topk_weights.masked_fill(empty, value)),
+            config=layer["config"],
+        )
+        for value in (0.0, math.nan)
+    ]
+    assert torch.equal(*outs)
+
+
+@pytest.mark.parametrize("name", ["hidden_states", "w13", "num_valid_tokens", "topk_ids"])
+def test_what_is_no_tensor_is_refused_by_name(name):
+    x, layer = make_layer()
+    given = {"hidden_states": x, **layer, name: 3}
+    for call in (dual_stream_moe, dual_stream_moe_unfinalized):
+        with pytest.raises(ValueError, match=f"{name}: expected a tensor, got int"):
+            call(given["hidden_states"], **{k: v for k, v in given.items() if k != "hidden_states"})

@@ -175,7 +175,7 @@ def check_routing(layer: Layer | Routing, config: MoEConfig, T: int, E_routing: 
     _check("correction_bias", layer.correction_bias, {"E": E_logits}, x, MODEL_DTYPES)
     if not 1 <= E_logits - config.num_zero_experts <= MAX_EXPERTS:
         raise ValueError(f"{given[0]}: expected 1..{MAX_EXPERTS} routed experts, got {E_logits} logits a row")
-    _check_choice(config, E_logits)
+    check_choice(config, E_logits)
     return E_logits
 
 
@@ -268,7 +268,8 @@ def _check_shared(layer: Layer, config: MoEConfig, H: int) -> int:
     return S
 
 
-def _check_choice(config: MoEConfig, E_logits: int) -> None:
+def check_choice(config: MoEConfig, E_logits: int) -> None:
+    """Checks that the config can choose among E + Z logits a row."""
     if config.top_k > E_logits:
         raise ValueError(f"top_k: expected at most the {E_logits} experts that the router knows, got {config.top_k}")
     if config.n_group is None or config.topk_group is None:

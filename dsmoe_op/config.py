@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
-import math
 from collections.abc import Mapping
 from typing import Any, Literal, get_args
 
@@ -21,6 +20,8 @@ Activation = Literal["silu", "gelu", "gelu_tanh", "swiglu_oai", "relu2"]
 W13Order = Literal["gate_up", "up_gate", "interleaved"]
 Combine = Literal["sum", "average"]
 
+_LARGEST = 3.4e38
+"""Beyond it a float32 is infinite."""
 MAX_TOP_K = 32
 MAX_EXPERTS = 1024
 
@@ -40,7 +41,7 @@ class MoEConfig:
         group_score: a group's worth: the sum of its two best choice values, or its best.
         group_mask: what the choice values of the losing groups become.
         weights_from: the unbiased scores of the chosen, or softmax/sigmoid over the chosen logits.
-        normalize: "none"; w / sum; w / (sum + 1e-20); w / max(sum, 1e-12). A sum of 0 divides by 1.
+        normalize: "none"; w / sum; w / (sum + 1e-20); w / max(sum, 1e-12). A divisor of 0 counts as 1.
         routed_scaling_factor: applied once, to the weights or to the routed sum (scale_on).
         router_dtype: "model" rounds the logits to the dtype of hidden_states.
         score_dtype: "model" rounds every step of the arithmetic from the scores on likewise: the scores (sqrtsoftplus
@@ -54,7 +55,7 @@ class MoEConfig:
         clamp_after_activation: the limit holds for act(gate) instead of gate.
         w13_order: order of w13's rows: all gate rows then all up rows, the reverse, or alternating, gate first.
             shared_w13 is always gate_up.
-        combine: the layer's sum, or half of it.
+        combine: the layer's sum of routed and shared output, or half of it, their average.
         num_zero_experts: Z; ids E..E+Z-1 return w * x. router_weight and correction_bias then have E + Z rows.
 
     Raises:
@@ -105,7 +106,7 @@ class MoEConfig:
             if value is None and optional:
                 continue
             number = isinstance(value, (int, float)) and not isinstance(value, bool)
-            if not number or not math.isfinite(value) or (optional and value <= 0):
+            if not number or not abs(value) <= _LARGEST or (optional and value <= 0):
                 _refuse(name, value, "a finite number" + (" above 0, or None" if optional else ""))
             object.__setattr__(self, name, float(value))
         if self.apply_router_weight_on_input and self.num_zero_experts:

@@ -45,8 +45,8 @@ def moe_unfinalized(layer: Layer, dims: Dims, config: MoEConfig, schedule: str) 
     slots_N = expert_TK.flatten().argsort(stable=True)
     counts_E = expert_TK.flatten().bincount(minlength=dims.E).tolist()[: dims.E]
     num_rows = sum(counts_E)
-    row_of_N = torch.full_like(slots_N, -1, dtype=torch.int32)
-    row_of_N[slots_N[:num_rows]] = torch.arange(num_rows, dtype=torch.int32)
+    row_of_TK = torch.full((dims.T, dims.K), -1, dtype=torch.int32)
+    row_of_TK.view(-1)[slots_N[:num_rows]] = torch.arange(num_rows, dtype=torch.int32)
 
     y_NH = x_TH.new_empty((dims.T * dims.K, dims.H))
     y_NH[num_rows:] = 0
@@ -62,7 +62,7 @@ def moe_unfinalized(layer: Layer, dims: Dims, config: MoEConfig, schedule: str) 
             _linear_each(h, sizes, layer.w2, None, experts, out=y_NH[rows])
         else:
             y_NH[rows] = _linear_each(h, sizes, layer.w2, layer.w2_bias, experts)
-    return y_NH, ids_TK, weights_TK, row_of_N.view(dims.T, dims.K), _shared(x_TH, layer, config)
+    return y_NH, ids_TK, weights_TK, row_of_TK, _shared(x_TH, layer, config)
 
 
 def finalize(
@@ -79,8 +79,13 @@ def finalize(
     x_TH = hidden_states.reshape(T, H) if hidden_states is not None and config.num_zero_experts else None
     has_no_row_TK = row_of_TK < 0
     all_rows = not has_no_row_TK.any()
+    if not all_rows:  # a slot that contributes nothing may have any weight, NaN too
+        is_empty_TK = has_no_row_TK if x_TH is None else has_no_row_TK & (topk_ids_TK < 0)
+        topk_weights_TK = topk_weights_TK.masked_fill(is_empty_TK, 0.0)
     row_TK = row_of_TK.clamp(min=0)
-    out_TH = y_NH.new_empty((T, H))
+    # The result is no view, not even of a tensor of ours: autograd refuses writes in place to a view.
+    out = y_NH.new_empty((T, H) if hidden_states is None else hidden_states.shape)
+    out_TH = out.view(T, H)
     for start in range(0, T, TOKENS):
         block = slice(start, start + TOKENS)
         total = torch.zeros(out_TH[block].shape, dtype=torch.float32)
@@ -102,7 +107,7 @@ def finalize(
         if config.combine == "average":
             total *= 0.5
         out_TH[block] = total
-    return out_TH if hidden_states is None else out_TH.view(hidden_states.shape)
+    return out
 
 
 @torch.autocast("cpu", enabled=False)

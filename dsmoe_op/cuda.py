@@ -86,7 +86,8 @@ def route(routing: Routing, T: int, num_logits: int, config: MoEConfig) -> tuple
 
     with _on_device(x.device):
         weight_kinds = map(_weight_kind, (routing.router_weight, router_bias, correction_bias))
-        _prepare(("route", config.key, x.device, _rows_kind(x_TH), _rows_kind(logits), *weight_kinds), launch)
+        sizes = (num_logits, x.shape[-1])
+        _prepare(("route", config.key, sizes, x.device, _rows_kind(x_TH), _rows_kind(logits), *weight_kinds), launch)
         launch(warmup=False)
     return ids, weights
 

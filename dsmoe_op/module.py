@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from dsmoe_op import checks
 from dsmoe_op.config import MoEConfig
 from dsmoe_op.ops import dual_stream_moe
 
@@ -29,6 +30,9 @@ class DualStreamMoE(nn.Module):
         router_dtype: dtype of router_weight and router_bias; None is `dtype`.
         dtype, device: of the weights; None is torch's default.
         schedule: as in `dual_stream_moe`.
+
+    Raises:
+        ValueError: arguments that no call could run with; the text names the argument.
 
     Attributes:
         config: MoEConfig of the layer.
@@ -58,6 +62,13 @@ class DualStreamMoE(nn.Module):
         schedule: str = "auto",
     ) -> None:
         super().__init__()
+        if schedule not in checks.SCHEDULES:
+            raise ValueError(f"schedule: expected one of {', '.join(map(repr, checks.SCHEDULES))}, got {schedule!r}")
+        sizes = {"hidden_size": hidden_size, "num_experts": num_experts, "intermediate_size": intermediate_size}
+        for name, size in sizes.items():
+            if not isinstance(size, int) or size < 1:
+                raise ValueError(f"{name}: expected an integer above 0, got {size!r}")
+        checks.check_choice(config, num_experts + config.num_zero_experts)
         if shared_gate and not shared_intermediate_size:
             raise ValueError("shared_gate: expected False without shared_intermediate_size, got True")
         self.config = config

@@ -27,8 +27,9 @@ from dsmoe_op.config import MoEConfig
 _lib = torch.library.Library("dsmoe", "DEF")
 
 _TENSORS = LAYER_FIELDS[:16]
+_REQUIRED = ("hidden_states", "w13", "w2")
 _LAYER_SCHEMA = ", ".join(
-    [*(f"Tensor {n}" if n in ("hidden_states", "w13", "w2") else f"Tensor? {n}" for n in _TENSORS)]
+    [*(f"Tensor {n}" if n in _REQUIRED else f"Tensor? {n}" for n in _TENSORS)]
     + ["str config", "str schedule"]
     + [f"Tensor? {n}=None" for n in LAYER_FIELDS[16:]]
 )
@@ -104,10 +105,12 @@ def dual_stream_moe(
         shared_w13, shared_w2: [2S, H], gate rows first, and [H, S].
         shared_gate: [1, H]; the shared output is multiplied by sigmoid(x . shared_gate).
         num_valid_tokens: int32 [1] on the device; rows from there on come out as zeros.
-        expert_map: int32 [E_global]: global expert id -> row of w13 and w2, or -1. Ids and the router are then global.
-        schedule: "auto", "serial", "dual" (shared expert on the alt_stream), "dual_shared_main" (routed experts on the
-            alt_stream), "fused" (shared expert as one more routed slot; S a multiple of I). Without a shared expert
-            each means "serial". The bits are the same in all but "fused".
+        expert_map: int32 [E_global]: global expert id -> row of w13 and w2, or -1. The E of router_weight, router_bias,
+            correction_bias, router_logits and of ids is then E_global.
+        schedule: "auto" (the library's choice), "serial", "dual" (shared expert on the alt_stream, the side stream of
+            `dsmoe_op.streams`), "dual_shared_main" (routed experts on the alt_stream), "fused" (shared expert as one
+            more routed slot; S a multiple of I). Without a shared expert each means "serial". The bits are the same in
+            all but "fused".
 
     Returns:
         A fresh contiguous tensor like hidden_states.
@@ -115,7 +118,7 @@ def dual_stream_moe(
     Raises:
         ValueError: bad arguments, before anything is launched. While torch.compile traces, its error has the same text.
     """
-    return torch.ops.dsmoe.moe_v1.default(
+    tensors = (
         hidden_states,
         w13,
         w2,
@@ -132,9 +135,9 @@ def dual_stream_moe(
         shared_gate,
         num_valid_tokens,
         expert_map,
-        _key(config),
-        schedule,
     )
+    _check_tensors(tensors)
+    return torch.ops.dsmoe.moe_v1.default(*tensors, _key(config), schedule)
 
 
 def dual_stream_moe_unfinalized(
@@ -162,7 +165,7 @@ def dual_stream_moe_unfinalized(
 
     Arguments and errors as in `dual_stream_moe`.
     """
-    y, topk_ids, topk_weights, row_of, shared = torch.ops.dsmoe.moe_unfinalized_v1.default(
+    tensors = (
         hidden_states,
         w13,
         w2,
@@ -179,9 +182,10 @@ def dual_stream_moe_unfinalized(
         shared_gate,
         num_valid_tokens,
         expert_map,
-        _key(config),
-        schedule,
     )
+    _check_tensors(tensors)
+    pieces = torch.ops.dsmoe.moe_unfinalized_v1.default(*tensors, _key(config), schedule)
+    y, topk_ids, topk_weights, row_of, shared = pieces
     return Unfinalized(y, topk_ids, topk_weights, row_of, None if shared_w13 is None else shared)
 
 
@@ -200,6 +204,9 @@ def finalize(pieces: Unfinalized, *, config: MoEConfig, hidden_states: Tensor | 
         ValueError: bad arguments, before anything is launched.
     """
     y, topk_ids, topk_weights, row_of, shared = pieces
+    for name, tensor in zip(Unfinalized._fields[:4], pieces[:4], strict=True):
+        if not isinstance(tensor, Tensor):
+            raise ValueError(f"{name}: expected a tensor, got {type(tensor).__name__}")
     return torch.ops.dsmoe.finalize_v1.default(y, topk_ids, topk_weights, row_of, shared, hidden_states, _key(config))
 
 
@@ -229,6 +236,13 @@ def route(
     return torch.ops.dsmoe.route_v1.default(
         hidden_states, router_weight, router_bias, correction_bias, router_logits, _key(config)
     )
+
+
+def _check_tensors(tensors: tuple[object, ...]) -> None:
+    """What the dispatcher would refuse in words of its own."""
+    for name, tensor in zip(_TENSORS, tensors, strict=True):
+        if not isinstance(tensor, Tensor) and (tensor is not None or name in _REQUIRED):
+            raise ValueError(f"{name}: expected a tensor, got {type(tensor).__name__}")
 
 
 def _key(config: MoEConfig) -> str:

@@ -139,6 +139,17 @@ def test_routing_of_any_size_prepares_all_sizes(recorder, way) -> None:
     assert recorder.launched <= first
 
 
+@pytest.mark.parametrize("way", ["router_weight", "router_logits"])
+def test_routing_among_more_experts_is_another_kind(recorder, way) -> None:
+    for E in (12, 16, 32, 48):
+        x, args = make_layer(3, way=way, E=E, dtype=torch.bfloat16)
+        routing = checks.Routing(x, *(args.get(name) for name in checks.Routing._fields[1:]))
+        with pytest.MonkeyPatch.context() as m:
+            m.setattr(cuda, "_on_device", contextlib.nullcontext)
+            cuda.route(routing, 3, E, args["config"])
+    assert recorder.launched <= recorder.warm
+
+
 def test_a_kind_is_prepared_once(recorder) -> None:
     for T in (3, 3, 70):
         call(*make_layer(T))

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 
 import dsmoe_op
 from dsmoe_op.cli import families, hazard, run
-from dsmoe_op.cli.output import NOT_RUN, CommandError
+from dsmoe_op.cli.output import NOT_RUN, OK, CommandError
 
 COMMANDS = (run, hazard, families)
 
@@ -28,3 +29,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except CommandError as error:
         print(f"{parser.prog}: error: {error}", file=sys.stderr)
         return NOT_RUN
+    except BrokenPipeError:  # the reader, such as head, has had enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return OK

@@ -271,6 +271,8 @@ def _activation(where: str, module: nn.Module, act: str) -> str:
     if act.startswith("="):
         return act[1:]
     fn = getattr(module, act)
+    if isinstance(fn, nn.Module):
+        _check_untouched(f"{where}.{act}", fn)
     name = type(fn).__name__
     if name not in _ACTIVATIONS:
         raise _Unsupported(f"{where}.{act}: expected silu, gelu, tanh-gelu or relu2, got {name}")
@@ -284,7 +286,7 @@ def _linear(owner: nn.Module, child: str, where: str = "") -> nn.Linear:
         raise _Unsupported(f"{where}: expected nn.Linear, got {class_name(module)}")
     if module.bias is not None:
         raise _Unsupported(f"{where}.bias: expected None, got a tensor")
-    _check_no_hooks(where, module)
+    _check_untouched(where, module)
     return module
 
 
@@ -297,10 +299,7 @@ def _check_tensor(argument: str, where: str, tensor: Any) -> None:
 
 def _check_class(where: str, module: nn.Module, family: Family, name: str) -> None:
     """Its class, or one it inherits forward from, is the named one, and the object has no forward of its own."""
-    if "forward" in vars(module):
-        raise _Unsupported(
-            f"{where}: expected the forward of its class, got one set on the object (accelerate does so)"
-        )
+    _check_forward(where, module)
     if name == LINEAR:
         if type(module) is not nn.Linear or module.bias is not None:
             raise _Unsupported(f"{where}: expected nn.Linear without a bias, got {class_name(module)}")
@@ -311,6 +310,18 @@ def _check_class(where: str, module: nn.Module, family: Family, name: str) -> No
     for method in ("forward", "_apply_gate"):
         if getattr(type(module), method, None) is not getattr(cls, method, None):
             raise _Unsupported(f"{where}: expected the {method} of {name}, got one of {class_name(module)}")
+
+
+def _check_forward(where: str, module: nn.Module) -> None:
+    if "forward" in vars(module):
+        raise _Unsupported(
+            f"{where}: expected the forward of its class, got one set on the object (accelerate does so)"
+        )
+
+
+def _check_untouched(where: str, module: nn.Module) -> None:
+    _check_forward(where, module)
+    _check_no_hooks(where, module)
 
 
 def _check_no_hooks(where: str, module: nn.Module) -> None:
