@@ -9,6 +9,7 @@ Suffixes as in `reference.py`; N = T * K slots.
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Iterator, Sequence
 
 import torch
@@ -19,14 +20,16 @@ from dsmoe_op import reference
 from dsmoe_op.checks import Dims, Layer, Routing
 from dsmoe_op.config import MoEConfig
 
-RUN_ROWS = 256
-"""Experts are taken together up to so many rows: few torch calls where each has few, and temporaries fit in a cache."""
-ACTIVATION_NUMBERS = 1 << 16
-"""Numbers of h that are float32 at a time: what the activation makes of them stays in a core's cache."""
-TOKENS = 128
-"""Tokens that are float32 at a time, likewise."""
-FEW_ROWS = 3
-"""Up to so many rows, torch's own float16 and bfloat16 products beat a cast of the weight where oneDNN has none."""
+RUN_ROWS = 2048
+"""Experts are taken together up to so many rows: few torch calls where each has few, and temporaries stay small."""
+FLOATS = 1 << 19
+"""Numbers of a smaller dtype that are float32 at a time, likewise."""
+GROUP_IDLE = 8
+"""A grouped product also visits the experts without rows between others: worth it up to so many for each busy one."""
+SORT_LOGITS = 1 << 13
+"""Up to so many numbers, a sort of all is faster than the choice of a few and a look for ties."""
+CAST_ROWS = 4
+"""From so many rows on, a cast to float32 beats torch's own products in a dtype that oneDNN lacks."""
 
 
 def moe(layer: Layer, dims: Dims, config: MoEConfig, schedule: str) -> Tensor:
@@ -55,13 +58,12 @@ def moe_unfinalized(layer: Layer, dims: Dims, config: MoEConfig, schedule: str) 
         x = x_TH.index_select(0, slots // dims.K)
         if config.apply_router_weight_on_input:
             x = (weights_TK.flatten()[slots].unsqueeze(1) * x).to(x.dtype)
-        sizes = [counts_E[e] for e in experts]
-        h = _linear_each(x, sizes, layer.w13, layer.w13_bias, experts)
+        h = _linear_each(x, layer.w13, layer.w13_bias, experts, counts_E)
         h = _activation(h, config, config.clamp_routed, config.w13_order, x.dtype)
-        if layer.w2_bias is None:
-            _linear_each(h, sizes, layer.w2, None, experts, out=y_NH[rows])
+        if len(h) == len(y_NH):  # one run is all of it: no copy
+            y_NH = _linear_each(h, layer.w2, layer.w2_bias, experts, counts_E).to(x.dtype)
         else:
-            y_NH[rows] = _linear_each(h, sizes, layer.w2, layer.w2_bias, experts)
+            _linear_each(h, layer.w2, layer.w2_bias, experts, counts_E, out=y_NH[rows])
     return y_NH, ids_TK, weights_TK, row_of_TK, _shared(x_TH, layer, config)
 
 
@@ -86,16 +88,18 @@ def finalize(
     # The result is no view, not even of a tensor of ours: autograd refuses writes in place to a view.
     out = y_NH.new_empty((T, H) if hidden_states is None else hidden_states.shape)
     out_TH = out.view(T, H)
-    for start in range(0, T, TOKENS):
-        block = slice(start, start + TOKENS)
+    tokens = max(1, FLOATS // H)
+    for start in range(0, T, tokens):
+        block = slice(start, start + tokens)
         total = torch.zeros(out_TH[block].shape, dtype=torch.float32)
         for k in range(config.top_k):
             y = y_NH.index_select(0, row_TK[block, k]).float()
             if not all_rows:
-                y.masked_fill_(has_no_row_TK[block, k : k + 1], 0.0)
-            if x_TH is not None:
-                is_zero_expert = has_no_row_TK[block, k : k + 1] & (topk_ids_TK[block, k : k + 1] >= 0)
-                y = torch.where(is_zero_expert, x_TH[block].float(), y)
+                has_no_row = has_no_row_TK[block, k : k + 1]
+                y.masked_fill_(has_no_row, 0.0)
+                if x_TH is not None:
+                    is_zero_expert = has_no_row & (topk_ids_TK[block, k : k + 1] >= 0)
+                    y = torch.where(is_zero_expert, x_TH[block].float(), y)
             if config.apply_router_weight_on_input:
                 total += y
             else:
@@ -151,6 +155,8 @@ def _logits(layer: Layer | Routing, config: MoEConfig) -> Tensor:
 
 def _best_ids(t: Tensor, k: int) -> Tensor:
     """As `reference.best_ids`, by torch.topk except in rows where equal values among the k+1 best leave it a choice."""
+    if t.numel() <= SORT_LOGITS:
+        return _fresh(reference.best_ids(t, k))
     values, ids = t.topk(min(k + 1, t.shape[-1]))
     is_tied = (values[:, 1:] == values[:, :-1]).any(-1)
     ids = _fresh(ids[:, :k])
@@ -168,6 +174,9 @@ def _canonical(
     ids_TK: Tensor, weights_TK: Tensor, layer: Layer, dims: Dims, config: MoEConfig
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Ids int32 and weights, new: -1 and 0 where a slot contributes nothing; and the row of w13 (E = none), int64."""
+    is_special = any(t is not None for t in (layer.topk_ids, layer.expert_map, layer.num_valid_tokens))
+    if not is_special and config.num_zero_experts == 0:  # every chosen id is an expert of this rank
+        return ids_TK, weights_TK, ids_TK.long()
     ids = ids_TK.long()
     is_routed = (ids >= 0) & (ids < dims.E_routing)
     expert = ids.clamp(0, dims.E_routing - 1)
@@ -212,7 +221,8 @@ def _shared(x_TH: Tensor, layer: Layer, config: MoEConfig) -> Tensor:
     shared_TH = _linear(h, layer.shared_w2, x_TH.new_empty(x_TH.shape))
     if layer.shared_gate is not None:
         gate = layer.shared_gate.float()
-        for x, shared in zip(x_TH.split(TOKENS), shared_TH.split(TOKENS), strict=True):
+        tokens = max(1, FLOATS // x_TH.shape[1])
+        for x, shared in zip(x_TH.split(tokens), shared_TH.split(tokens), strict=True):
             shared.copy_(torch.sigmoid(F.linear(x.float(), gate)) * shared)
     if layer.num_valid_tokens is not None:
         shared_TH[torch.arange(T) >= layer.num_valid_tokens] = 0
@@ -221,26 +231,43 @@ def _shared(x_TH: Tensor, layer: Layer, config: MoEConfig) -> Tensor:
 
 def _linear_each(
     x: Tensor,
-    sizes: list[int],
     weight_E: Tensor,
     bias_E: Tensor | None,
     experts: list[int],
+    counts_E: list[int],
     out: Tensor | None = None,
 ) -> Tensor:
-    """Each expert's product with its rows of x, the next size of them; float32 with a bias."""
-    if out is None:
-        out = x.new_empty((len(x), weight_E.shape[1]))
-    for expert, its_x, its_out in zip(experts, x.split(sizes), out.split(sizes), strict=True):
-        _linear(its_x, weight_E[expert], its_out)
-    if bias_E is None:
-        return out
-    return out.float() + bias_E[experts].float().repeat_interleave(torch.tensor(sizes), 0)
+    """Each expert's product with its rows of x, the next counts_E[expert] of them; float32 where there is a bias.
+
+    Torch's grouped product spares a loop in Python, but it cannot write into `out`.
+    """
+    first, end = experts[0], experts[-1] + 1
+    sizes = [counts_E[e] for e in experts]
+    is_dense = end - first <= (GROUP_IDLE + 1) * len(experts)
+    if out is None and is_dense and _can_group(x, weight_E):
+        ends = torch.tensor(list(itertools.accumulate(counts_E[first:end])), dtype=torch.int32)
+        product = F.grouped_mm(x, weight_E[first:end].mT, offs=ends)
+    else:
+        product = x.new_empty((len(x), weight_E.shape[1])) if out is None else out
+        for expert, its_x, its_product in zip(experts, x.split(sizes), product.split(sizes), strict=True):
+            _linear(its_x, weight_E[expert], its_product)
+    if bias_E is not None:
+        product = product.float() + bias_E[experts].float().repeat_interleave(torch.tensor(sizes), 0)
+    return product if out is None or product is out else out.copy_(product)
+
+
+def _can_group(x: Tensor, weight_E: Tensor) -> bool:
+    """Whether torch's grouped product takes these strides, and is the one of oneDNN that `_linear` would choose."""
+    expert, *row_and_column = weight_E.stride()
+    unit, other = sorted(row_and_column)
+    is_aligned = unit == 1 and all(s * x.element_size() % 16 == 0 for s in (x.stride(0), expert, other))
+    return is_aligned and x.dtype != torch.float32 and _onednn_has(x.dtype) and not _mixes_rows(x)
 
 
 def _linear(x: Tensor, weight: Tensor, out: Tensor) -> Tensor:
     """out = x weight^T in the dtype of all three."""
     is_half = x.dtype != torch.float32
-    is_native = _onednn_has(x.dtype) or (len(x) <= FEW_ROWS and weight.stride(-1) == 1)
+    is_native = _onednn_has(x.dtype) or (len(x) < CAST_ROWS and weight.stride(-1) == 1)
     if is_half and is_native and not _mixes_rows(x):
         return torch.mm(x, weight.t(), out=out)
     if is_half:
@@ -270,7 +297,7 @@ def _onednn_has(dtype: torch.dtype) -> bool:
 
 def _activation(h: Tensor, config: MoEConfig, clamp: float | None, order: str, dtype: torch.dtype) -> Tensor:
     out = h.new_empty((len(h), h.shape[1] // 2 if config.gated else h.shape[1]), dtype=dtype)
-    rows = max(1, ACTIVATION_NUMBERS // h.shape[1])
+    rows = max(1, FLOATS // h.shape[1])
     for its_h, its_out in zip(h.split(rows), out.split(rows), strict=True):
         its_out.copy_(reference.activation(its_h.float(), config, clamp=clamp, order=order))
     return out
