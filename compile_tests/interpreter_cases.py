@@ -14,11 +14,13 @@ import torch
 from torch import Tensor
 
 import dsmoe_op.kernels.gemm as gemm_module
-import dsmoe_op.kernels.sort as sort_module
+import dsmoe_op.kernels.order as order_module
+import dsmoe_op.kernels.route as route_module
+import dsmoe_op.kernels.router as router_module
 from dsmoe_op import kernels, reference
 from dsmoe_op.config import MoEConfig
 from dsmoe_op.kernels.launch import INTERPRET
-from dsmoe_op.tuning import gemm_variants, sort_variants
+from dsmoe_op.tuning import OrderBlock, RouterTile, gemm_variants, order_variants, router_variants
 
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 INF, NAN = float("inf"), float("nan")
@@ -60,37 +62,60 @@ def transposed(w: Tensor) -> Tensor:
 # Router
 
 
+def router_logits(x: Tensor, weight: Tensor, **options) -> Tensor:
+    """The partial sums of the logits, [P, T, E]."""
+    logits = torch.full((kernels.router_splits(x, weight), x.shape[0], weight.shape[0]), NAN)
+    kernels.router_logits(x, weight, logits, **options)
+    return logits
+
+
 @pytest.mark.parametrize(
     ("x_dtype", "weight_dtype"), [(BF16, BF16), (BF16, FP32), (FP16, FP16), (FP16, FP32), (FP32, FP32), (FP32, BF16)]
 )
 @pytest.mark.parametrize("T", [1, 2, 7, 70])
 def test_router_logits_are_the_float32_product(rng, x_dtype, weight_dtype, T):
-    H, E = 336, 21
-    x, weight = randn(rng, T, H, dtype=x_dtype), randn(rng, E, H, dtype=weight_dtype, scale=0.1)
-    bias = randn(rng, E, dtype=weight_dtype)
-    for x_form, weight_form, b in [(x, weight, bias), (padded_rows(x), transposed(weight), None)]:
-        logits = torch.full((T, E), NAN)
-        kernels.router_logits(x_form, weight_form, b, logits, round_to_model=False)
-        close(logits, reference.compute_logits(x, weight, b, MoEConfig(top_k=1)), slack=4)
+    for H, E in [(336, 21), (1616, 5)]:
+        x, weight = randn(rng, T, H, dtype=x_dtype), randn(rng, E, H, dtype=weight_dtype, scale=0.1)
+        want = reference.compute_logits(x, weight, None, MoEConfig(top_k=1))
+        for x_form, weight_form in [(x, weight), (padded_rows(x), transposed(weight))]:
+            logits = router_logits(x_form, weight_form)
+            assert len(logits) == (1 if H < 1024 else 3)
+            close(logits.sum(0), want, slack=4)
 
 
-@pytest.mark.parametrize("dtype", [BF16, FP16])
-def test_router_rounds_the_logits_to_the_model_dtype_after_the_bias(rng, dtype):
-    x, weight, bias = randn(rng, 5, 64, dtype=dtype), randn(rng, 12, 64, dtype=dtype), randn(rng, 12, dtype=dtype)
-    logits = torch.full((5, 12), NAN)
-    kernels.router_logits(x, weight, bias, logits, round_to_model=True)
-    assert torch.equal(logits, logits.to(dtype).float())
-    close(logits, reference.compute_logits(x, weight, bias, MoEConfig(top_k=1)), dtype, slack=1)
+@pytest.mark.parametrize("tile", router_variants("plain"))
+@pytest.mark.parametrize("parts", [1, 2, 3, 7])
+def test_router_splits_the_sum_over_h_into_any_number_of_parts(rng, monkeypatch, tile, parts):
+    blocks, T, E = 7, 130, 17
+    for rest in (0, 16):
+        H = blocks * tile.block_k - rest
+        columns = -(-blocks // parts) * tile.block_k
+        chosen = RouterTile(tile, columns, -(-H // columns))
+        monkeypatch.setattr(router_module, "router_tile", lambda *_, chosen=chosen: chosen)
+        x, weight = randn(rng, T, H, dtype=FP16), randn(rng, E, H, dtype=FP16)
+        logits = router_logits(x, weight)
+        for part, logits_TE in enumerate(logits):
+            h = slice(part * columns, (part + 1) * columns)
+            close(logits_TE, x[:, h].double() @ weight[:, h].double().T, slack=4)
+
+
+@pytest.mark.parametrize("size", [1, 32, 129, 5000])
+def test_router_zeroes_the_counters(rng, size):
+    counters = torch.full((size + 1,), GARBAGE, dtype=torch.int32)
+    router_logits(randn(rng, 20, 1040), randn(rng, 40, 1040), counters=counters[:size])
+    assert counters.tolist() == [0] * size + [GARBAGE]
 
 
 # Choice
 
 
-def choose(logits: Tensor, config: MoEConfig, bias=None, num_valid=None, model_dtype=FP32) -> tuple[Tensor, Tensor]:
-    T = logits.shape[0]
+def choose(logits: Tensor, config: MoEConfig, bias=None, num_valid=None, model_dtype=FP32, **options):
+    """logits [T, E], or [P, T, E] of partial sums."""
+    logits = logits if logits.dim() == 3 else logits[None]
+    T = logits.shape[1]
     ids = torch.full((T, config.top_k), GARBAGE, dtype=torch.int32)
     weights = torch.full((T, config.top_k), NAN)
-    kernels.choose(logits, bias, num_valid, ids, weights, config=config, model_dtype=model_dtype)
+    kernels.choose(logits, bias, num_valid, ids, weights, config=config, model_dtype=model_dtype, **options)
     return ids, weights
 
 
@@ -264,6 +289,49 @@ def test_choose_reads_logits_of_any_dtype_and_row_stride(rng, dtype):
     assert torch.equal(weights, want_weights)
 
 
+@pytest.mark.parametrize("parts", [2, 3, 4, 5, 14, 16])
+def test_choose_adds_partial_sums_by_ascending_part_then_the_bias(rng, parts):
+    logits, router_bias = randn(rng, parts, 5, 37), randn(rng, 37, dtype=FP16)
+    total = logits[0]
+    for part in logits[1:]:
+        total = total + part
+    total = total + router_bias.float()
+    config, bias = MoEConfig(top_k=6, n_group=1, topk_group=1), randn(rng, 37)
+    assert all(map(torch.equal, choose(logits, config, bias, router_bias=router_bias), choose(total, config, bias)))
+    config = MoEConfig(top_k=6, score="none", normalize="none")
+    ids, weights = choose(logits, config, router_bias=router_bias)
+    assert torch.equal(weights, total.gather(1, ids.long()))
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP16])
+@pytest.mark.parametrize("parts", [1, 3])
+def test_choose_rounds_the_logits_to_the_model_dtype_after_the_bias(rng, dtype, parts):
+    logits, bias = randn(rng, parts, 5, 12), randn(rng, 12, dtype=dtype)
+    config = MoEConfig(top_k=12, score="none", normalize="none", router_dtype="model")
+    ids, weights = choose(logits, config, model_dtype=dtype, router_bias=bias, router_weight=randn(rng, 12, 2048))
+    assert torch.equal(weights, weights.to(dtype).float())
+    close(weights, (logits.double().sum(0) + bias.double()).gather(1, ids.long()), dtype, slack=1)
+
+
+def test_choose_writes_only_what_the_expert_map_has_here(rng):
+    config = MoEConfig(top_k=5, num_zero_experts=2, score="softmax", normalize="sum")
+    expert_map = torch.full((9,), -1, dtype=torch.int32)
+    expert_map[[1, 4, 6]] = torch.tensor([2, 0, 1], dtype=torch.int32)
+    expert_map[7] = 3  # of a rank that has 4
+    logits = randn(rng, 8, 11)
+    want_ids, want = choose(logits, config)
+    ids, weights = choose(logits, config, expert_map=expert_map, num_experts=3)
+    here = torch.isin(want_ids, torch.tensor([1, 4, 6, 9, 10]))
+    assert torch.equal(ids, torch.where(here, want_ids, -1))
+    assert torch.equal(weights, torch.where(here, want, 0.0))
+
+
+def test_choose_zeroes_the_count_of_arrivals(rng):
+    counters = torch.full((3,), GARBAGE, dtype=torch.int32)
+    choose(randn(rng, 2, 8), MoEConfig(top_k=2), counters=counters)
+    assert counters[0] == 0
+
+
 # Row order
 
 
@@ -290,82 +358,158 @@ def sort_oracle(ids, weights, expert_map, valid, E, Z):
     return offsets, order, row_of, out_ids, out_weights
 
 
-def sort_rows(ids, weights, expert_map=None, num_valid=None, *, E, Z=0, canonical=True):
+def empty_rows(T: int, K: int, E: int, block_m: int) -> kernels.Rows:
+    def garbage(*shape: int) -> Tensor:
+        return torch.full(shape, GARBAGE, dtype=torch.int32)
+
+    counters = garbage(kernels.num_counters(T * K, E))
+    counters[0] = 0
+    tiles = garbage(3, kernels.num_tiles(T * K, E, block_m))
+    return kernels.Rows(garbage(E + 1), garbage(T * K), garbage(T, K), tiles, block_m, counters)
+
+
+def order_rows(ids, weights, expert_map=None, num_valid=None, *, E, Z=0, canonical=True, block_m=16):
+    """The rows, and canonical ids and weights."""
     T, K = ids.shape
-    offsets = torch.full((E + 1,), GARBAGE, dtype=torch.int32)
-    slots = torch.full((T * K,), GARBAGE, dtype=torch.int32)
-    row_of, out_ids = torch.full((2, T, K), GARBAGE, dtype=torch.int32)
-    out_weights = torch.full((T, K), NAN)
-    kernels.sort_rows(
-        ids, weights, expert_map, num_valid, num_experts=E, num_zero_experts=Z, offsets=offsets, sorted_slot_N=slots,
-        row_of_TK=row_of, ids_out_TK=out_ids if canonical else None, weights_out_TK=out_weights if canonical else None,
+    rows = empty_rows(T, K, E, block_m)
+    out_ids, out_weights = torch.full((T, K), GARBAGE, dtype=torch.int32), torch.full((T, K), NAN)
+    kernels.order_rows(
+        ids, weights, expert_map, num_valid, num_experts=E, num_zero_experts=Z, rows=rows,
+        ids_out_TK=out_ids if canonical else None, weights_out_TK=out_weights if canonical else None,
     )  # fmt: skip
-    return offsets, slots, row_of, out_ids, out_weights
+    return rows, out_ids, out_weights
 
 
-def check_sort(ids, weights, expert_map=None, valid=None, *, E, Z=0) -> None:
+def check_rows(rows: kernels.Rows, want) -> None:
+    offsets, order, row_of = want[:3]
+    N, B = len(rows.sorted_slot_N), rows.block_m
+    assert rows.offsets.tolist() == offsets
+    assert rows.sorted_slot_N[: offsets[-1]].tolist() == order
+    assert torch.equal(rows.row_of_TK.long(), row_of)
+    assert (rows.sorted_slot_N[offsets[-1] :] == GARBAGE).all()
+    tiles = []
+    for expert, (first, end) in enumerate(itertools.pairwise([*offsets, N])):
+        name = expert if expert < len(offsets) - 1 else -1
+        tiles += [(name, row, min(row + B, end)) for row in range(first, end, B)]
+    assert len(tiles) <= rows.tiles_3B.shape[1]
+    tiles += [(-1, N, N)] * (rows.tiles_3B.shape[1] - len(tiles))
+    assert list(map(tuple, rows.tiles_3B.t().tolist())) == tiles
+
+
+def check_order(ids, weights, expert_map=None, valid=None, *, E, Z=0, block_m=16) -> None:
     num_valid = None if valid is None else torch.tensor([valid], dtype=torch.int32)
-    offsets, slots, row_of, out_ids, out_weights = sort_rows(ids, weights, expert_map, num_valid, E=E, Z=Z)
+    rows, out_ids, out_weights = order_rows(ids, weights, expert_map, num_valid, E=E, Z=Z, block_m=block_m)
     want = sort_oracle(ids, weights, expert_map, len(ids) if valid is None else valid, E, Z)
-    assert offsets.tolist() == want[0]
-    assert slots[: offsets[-1]].tolist() == want[1]
-    assert torch.equal(row_of.long(), want[2])
+    check_rows(rows, want)
     assert torch.equal(out_ids.long(), want[3])
     assert torch.equal(out_weights, want[4])
-    assert (slots[offsets[-1] :] == GARBAGE).all()
+
+
+def use_order(monkeypatch, block: OrderBlock, chunk: int) -> None:
+    monkeypatch.setattr(route_module, "order_block", lambda num_slots: block)
+    for module in (route_module, order_module):
+        monkeypatch.setattr(module, "chunk_size", lambda num_slots: chunk)
 
 
 @pytest.mark.parametrize("ids_dtype", [torch.int32, torch.int64])
-@pytest.mark.parametrize("block", sort_variants())
+@pytest.mark.parametrize("block", order_variants())
+@pytest.mark.parametrize("chunk", [128, 1024])  # several chunks, or one of several blocks
 @pytest.mark.parametrize(("T", "K"), [(1, 1), (1, 5), (3, 4), (90, 6)])
-def test_sort_orders_rows_by_expert_then_slot(rng, monkeypatch, ids_dtype, block, T, K):
-    monkeypatch.setattr(sort_module, "sort_block", lambda num_slots: block)
+def test_rows_are_ordered_by_expert_then_slot(rng, monkeypatch, ids_dtype, block, chunk, T, K):
+    use_order(monkeypatch, block, chunk)
     E = 7
     ids = torch.randint(-2, E + 3, (T, K), generator=rng, dtype=ids_dtype)
-    check_sort(ids, randn(rng, T, K), E=E)
-    check_sort(ids, randn(rng, T, K, dtype=BF16), E=E, Z=2)
-    check_sort(ids, randn(rng, T, K), E=E, Z=1, valid=T // 2)
-    check_sort(torch.full_like(ids, 3), randn(rng, T, K), E=E)
-    check_sort(torch.full_like(ids, -1), randn(rng, T, K), E=E)
+    check_order(ids, randn(rng, T, K), E=E)
+    check_order(ids, randn(rng, T, K, dtype=BF16), E=E, Z=2, block_m=8)
+    check_order(ids, randn(rng, T, K), E=E, Z=1, valid=T // 2, block_m=32)
+    check_order(torch.full_like(ids, 3), randn(rng, T, K), E=E, block_m=64)
+    check_order(torch.full_like(ids, -1), randn(rng, T, K), E=E, block_m=128)
 
 
-def test_sort_follows_the_expert_map(rng):
+@pytest.mark.parametrize(("T", "E", "K"), [(1, 256, 8), (16, 64, 8), (33, 256, 8), (700, 1, 1), (60, 1024, 32)])
+@pytest.mark.parametrize("block_m", [8, 64, 256])
+def test_rows_are_ordered_for_any_number_of_tokens_and_experts(rng, T, E, K, block_m):
+    """With the blocks and chunks that the sizes choose."""
+    ids = torch.rand(T, max(E, K), generator=rng).argsort(1)[:, :K]
+    check_order(ids, randn(rng, T, K), E=E, block_m=block_m)
+    crowded = torch.where(ids % 3 > 0, ids, E // 2)
+    crowded[T // 2 :: 5] = -1
+    check_order(crowded, randn(rng, T, K), E=E, valid=T - T // 7, block_m=block_m)
+
+
+def test_tiles_are_as_many_as_there_can_be_and_no_more(rng):
+    """Every expert and the rest with one row in its last block."""
+    ids = torch.tensor([0] * 17 + [1, 2, 3, 4, -1], dtype=torch.int32).view(11, 2)
+    rows, _, _ = order_rows(ids, randn(rng, 11, 2), E=5)
+    assert (rows.tiles_3B[1] < rows.tiles_3B[2]).all()
+    check_order(ids, randn(rng, 11, 2), E=5)
+
+
+def test_the_order_follows_the_expert_map(rng, monkeypatch):
     E_routing, E = 11, 4
     expert_map = torch.full((E_routing,), -1, dtype=torch.int32)
     expert_map[torch.randperm(E_routing, generator=rng)[:E]] = torch.arange(E, dtype=torch.int32)
-    ids = torch.randint(-1, E_routing + 4, (9, 5), generator=rng, dtype=torch.int32)
-    check_sort(ids, randn(rng, 9, 5), expert_map, E=E, Z=2)
-    check_sort(ids, randn(rng, 9, 5), expert_map, E=E, Z=2, valid=4)
+    for chunk in (256, 16):
+        use_order(monkeypatch, OrderBlock(16, 1), chunk)
+        ids = torch.randint(-1, E_routing + 4, (9, 5), generator=rng, dtype=torch.int32)
+        check_order(ids, randn(rng, 9, 5), expert_map, E=E, Z=2)
+        check_order(ids, randn(rng, 9, 5), expert_map, E=E, Z=2, valid=4)
 
 
-def test_sort_compares_ids_before_it_narrows_them(rng):
+def test_the_order_compares_ids_before_it_narrows_them(rng):
     ids = torch.tensor([[2**32 + 1, 1, -(2**33)], [2, 2**40, 2**63 - 1]])
-    check_sort(ids, randn(rng, 2, 3), E=3, Z=1)
+    check_order(ids, randn(rng, 2, 3), E=3, Z=1)
 
 
-def test_sort_reads_ids_and_weights_of_any_stride(rng):
+def test_the_order_reads_ids_and_weights_of_any_stride(rng):
     ids = torch.randint(0, 5, (4, 13), generator=rng)
     weights = randn(rng, 4, 26)
-    check_sort(ids.t(), weights[:, ::2].t(), E=5)
-    check_sort(ids[:1].expand(6, 13), weights[:1, :13].expand(6, 13), E=5)
+    check_order(ids.t(), weights[:, ::2].t(), E=5)
+    check_order(ids[:1].expand(6, 13), weights[:1, :13].expand(6, 13), E=5)
 
 
-def test_sort_leaves_canonical_ids_where_they_are(rng):
+def test_the_order_leaves_canonical_ids_where_they_are(rng):
     ids = torch.randint(-1, 5, (6, 3), generator=rng, dtype=torch.int32)
-    offsets, _, row_of, out_ids, out_weights = sort_rows(ids, randn(rng, 6, 3), E=5, canonical=False)
-    want = sort_oracle(ids, torch.zeros(6, 3), None, 6, 5, 0)
-    assert offsets.tolist() == want[0]
-    assert torch.equal(row_of.long(), want[2])
+    rows, out_ids, out_weights = order_rows(ids, randn(rng, 6, 3), E=5, canonical=False)
+    check_rows(rows, sort_oracle(ids, torch.zeros(6, 3), None, 6, 5, 0))
     assert (out_ids == GARBAGE).all()
     assert out_weights.isnan().all()
+
+
+def test_zero_counters_zeroes_the_count_of_arrivals():
+    counters = torch.full((40,), GARBAGE, dtype=torch.int32)
+    kernels.zero_counters(counters)
+    assert counters[0] == 0
+
+
+@pytest.mark.parametrize("chunk", [None, 16])
+@pytest.mark.parametrize("T", [1, 2, 3, 40, 150])
+def test_one_launch_of_choice_and_order_is_the_two_in_a_row(rng, monkeypatch, T, chunk):
+    if chunk:
+        use_order(monkeypatch, OrderBlock(16, 1), chunk)
+    E_routing, K, Z, P = 24, 3, 2, 3
+    config = MoEConfig(top_k=K, num_zero_experts=Z, score="softmax", normalize="none")
+    expert_map = torch.full((E_routing,), -1, dtype=torch.int32)
+    expert_map[torch.randperm(E_routing, generator=rng)[:10]] = torch.arange(10, dtype=torch.int32)
+    logits, bias = randn(rng, P, T, E_routing + Z), randn(rng, E_routing + Z)
+    valid = torch.tensor([T - T // 3], dtype=torch.int32)
+    for mapping, E in [(None, E_routing), (expert_map, 10)]:
+        want = choose(logits, config, bias, valid, expert_map=mapping, num_experts=E)
+        want_rows, *_ = order_rows(*want, mapping, E=E, Z=Z, canonical=False)
+        rows = empty_rows(T, K, E, 16)
+        rows.counters.zero_()
+        got = choose(logits, config, bias, valid, expert_map=mapping, num_experts=E, rows=rows)
+        assert all(map(torch.equal, got, want))
+        assert all(map(torch.equal, rows[:4], want_rows[:4]))
+        check_rows(rows, sort_oracle(*got, mapping, T, E, Z))
 
 
 # Products of the experts
 
 
 def order_of(ids: Tensor, E: int) -> tuple[Tensor, Tensor, Tensor]:
-    offsets, slots, row_of, _, _ = sort_rows(ids, torch.ones(ids.shape), E=E)
-    return offsets, slots, row_of
+    rows, _, _ = order_rows(ids, torch.ones(ids.shape), E=E)
+    return rows.offsets, rows.sorted_slot_N, rows.row_of_TK
 
 
 def gemm1_oracle(x, w13, bias, config, offsets, slots, weights=None):
@@ -659,10 +803,10 @@ def test_the_kernels_in_a_row_are_the_layer(rng, T, options):
     shared_w13, shared_w2 = randn(rng, width * S, H, scale=0.2), randn(rng, H, S, scale=0.2)
     gate_weight, valid = randn(rng, 1, H), torch.tensor([max(1, T - 1)], dtype=torch.int32)
 
-    logits, ids, weights = torch.empty(T, E + Z), torch.empty(T, K, dtype=torch.int32), torch.empty(T, K)
-    kernels.router_logits(x, router_weight, None, logits, round_to_model=False)
-    kernels.choose(logits, bias, valid, ids, weights, config=config, model_dtype=FP32)
-    offsets, slots, row_of, _, _ = sort_rows(ids, weights, E=E, Z=Z, canonical=False)
+    rows = empty_rows(T, K, E, 16)
+    logits = router_logits(x, router_weight, counters=rows.counters)
+    ids, weights = choose(logits, config, bias, valid, rows=rows)
+    offsets, slots, row_of = rows[:3]
     h, y, h_shared, shared, out = (torch.full(s, NAN) for s in ((T * K, I), (T * K, H), (T, S), (T, H), (T, H)))
     gate = torch.empty(T)
     kernels.shared_gate(x, gate_weight, gate)
@@ -690,17 +834,15 @@ def test_zero_tokens_launch_nothing(monkeypatch):
     def refuse(*args, **kwargs):
         raise AssertionError("launched")
 
-    for name in ("router", "choose", "sort", "gemm", "gate", "finalize"):
+    for name in ("router", "route", "gemm", "gate", "finalize"):
         monkeypatch.setattr(sys.modules[f"dsmoe_op.kernels.{name}"], "launch", refuse)
     config, E, K, H = MoEConfig(top_k=2), 4, 2, 16
     x, ids, weights = torch.empty(0, H), torch.empty(0, K, dtype=torch.int32), torch.empty(0, K)
-    slots, offsets = torch.empty(0, dtype=torch.int32), torch.zeros(E + 1, dtype=torch.int32)
-    kernels.router_logits(x, torch.empty(E, H), None, torch.empty(0, E), round_to_model=False)
-    kernels.choose(torch.empty(0, E), None, None, ids, weights, config=config, model_dtype=FP32)
-    kernels.sort_rows(
-        ids, weights, None, None, num_experts=E, num_zero_experts=0, offsets=offsets, sorted_slot_N=slots,
-        row_of_TK=ids,
-    )  # fmt: skip
+    rows = empty_rows(0, K, E, 16)
+    offsets, slots = rows[:2]
+    kernels.router_logits(x, torch.empty(E, H), torch.empty(1, 0, E))
+    kernels.choose(torch.empty(1, 0, E), None, None, ids, weights, config=config, model_dtype=FP32, rows=rows)
+    kernels.order_rows(ids, weights, None, None, num_experts=E, num_zero_experts=0, rows=rows)
     kernels.gemm1(
         x,
         config=config,

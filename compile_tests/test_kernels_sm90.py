@@ -57,7 +57,7 @@ def compiled(monkeypatch) -> list[Any]:
 
     monkeypatch.setattr(driver, "_active", _Sm90())
     monkeypatch.setattr(launch_module, "_load", found.append)
-    for module in ("router", "choose", "sort", "gemm", "gate", "finalize"):
+    for module in ("router", "route", "gemm", "gate", "finalize"):
         monkeypatch.setattr(sys.modules[f"dsmoe_op.kernels.{module}"], "launch", compile_only)
     return found
 
@@ -92,19 +92,29 @@ class Layer:
     def slots(self, dtype: torch.dtype = torch.int32) -> Tensor:
         return self.tensor(self.T, self.config.top_k, dtype=dtype)
 
+    def rows(self) -> kernels.Rows:
+        def ints(*shape: int) -> Tensor:
+            return self.tensor(*shape, dtype=torch.int32)
+
+        E, N = self.E, self.T * self.config.top_k
+        tiles, counters = ints(3, kernels.num_tiles(N, E, 64)), ints(kernels.num_counters(N, E))
+        return kernels.Rows(ints(E + 1), ints(N), self.slots(), tiles, 64, counters)
+
     def routing(self, warmup: bool = True) -> None:
-        E, Z = self.E, self.config.num_zero_experts
-        weight, logits = self.tensor(E + Z, self.H, dtype=self.router_dtype), self.tensor(self.T, E + Z, dtype=FP32)
-        kernels.router_logits(self.x, weight, None, logits, round_to_model=False, warmup=warmup)
-        kernels.choose(
-            logits, self.tensor(E + Z, dtype=FP32), None, self.slots(), self.slots(FP32), config=self.config,
-            model_dtype=self.dtype, warmup=warmup,
-        )  # fmt: skip
-        kernels.sort_rows(
-            self.slots(), self.slots(FP32), None, self.tensor(1, dtype=torch.int32), num_experts=E, num_zero_experts=Z,
-            offsets=self.tensor(E + 1, dtype=torch.int32), sorted_slot_N=self.slots(), row_of_TK=self.slots(),
-            ids_out_TK=self.slots(), weights_out_TK=self.slots(FP32), warmup=warmup,
-        )  # fmt: skip
+        """Each way to route: from hidden_states, from logits, and from ids."""
+        E, Z, rows = self.E, self.config.num_zero_experts, self.rows()
+        weight = self.tensor(E + Z, self.H, dtype=self.router_dtype)
+        logits = self.tensor(kernels.router_splits(self.x, weight), self.T, E + Z, dtype=FP32)
+        given, bias = self.tensor(1, self.T, E + Z, dtype=BF16), self.tensor(E + Z, dtype=FP32)
+        slots, valid = (self.slots(), self.slots(FP32)), self.tensor(1, dtype=torch.int32)
+        choice = {"config": self.config, "model_dtype": self.dtype, "warmup": warmup}
+        kernels.router_logits(self.x, weight, logits, counters=rows.counters, warmup=warmup)
+        kernels.choose(logits, bias, valid, *slots, router_bias=bias, router_weight=weight, rows=rows, **choice)
+        kernels.choose(given, bias, valid, *slots, counters=rows.counters, **choice)
+        order = {"num_experts": E, "num_zero_experts": Z, "rows": rows, "warmup": warmup}
+        kernels.order_rows(*slots, None, None, **order)
+        kernels.zero_counters(rows.counters, warmup=warmup)
+        kernels.order_rows(*slots, None, valid, ids_out_TK=slots[0], weights_out_TK=slots[1], **order)
 
     def gemms(self, *forms: str, warmup: bool = True) -> None:
         N, width = self.T * self.config.top_k, 2 if self.config.gated else 1
@@ -268,18 +278,21 @@ def test_no_number_of_tokens_needs_a_kernel_that_warmup_has_not_compiled(compile
     for T in TOKENS:
         compiled.clear()
         Layer(T=T, **small).all(warmup=False)
-        assert len(compiled) == 3 + 2 * len(FORMS) + 2
+        assert len(compiled) == 6 + 2 * len(FORMS) + 2
         assert {id(kernel) for kernel in compiled} <= warm
 
 
-def test_no_kernel_uses_atomics(compiled):
+def test_atomics_are_of_integers_and_of_the_row_order_alone(compiled):
+    """Their order leaves no trace in the result."""
     Layer(H=256, I=128, S=384, E=16, config=MoEConfig(top_k=4, num_zero_experts=2)).all()
     for kernel in compiled:
-        assert not re.search(r"\b(atom|red)\.", kernel.asm["ptx"]), kernel.metadata.name
+        found = set(re.findall(r"\b(?:atom|red)\.\S+", kernel.asm["ptx"]))
+        assert not found or kernel.metadata.name == "_route"
+        assert not any(re.search(r"\.b?f(16|32|64)", name) for name in found)
 
 
 def test_tables_end_without_a_limit_and_ascend():
-    tables = [*tuning._GEMM.values(), *tuning._ROUTER.values(), tuning._SORT_BLOCKS]
+    tables = [*tuning._GEMM.values(), *tuning._ROUTER.values(), tuning._ORDER]
     for table in tables:
         limits = [most for most, _ in table]
         assert limits == sorted(set(limits))

@@ -71,23 +71,28 @@ def route(routing: Routing, T: int, num_logits: int, config: MoEConfig) -> tuple
         return ids, weights
     x_TH = _rows(x, x.shape[-1])
     router_bias, correction_bias = _contiguous(routing.router_bias), _contiguous(routing.correction_bias)
-    if routing.router_logits is not None:
-        logits = _rows(routing.router_logits, num_logits)
-    else:
-        logits = x.new_empty((T, num_logits), dtype=torch.float32)
+    logits = _logits(x_TH, T, num_logits, routing.router_weight, routing.router_logits)
 
     def launch(*, warmup: bool) -> None:
         if routing.router_weight is not None:
-            rounds = config.router_dtype == "model"
-            kernels.router_logits(
-                x_TH, routing.router_weight, router_bias, logits, round_to_model=rounds, warmup=warmup
-            )
-        kernels.choose(logits, correction_bias, None, ids, weights, config=config, model_dtype=x.dtype, warmup=warmup)
+            kernels.router_logits(x_TH, routing.router_weight, logits, warmup=warmup)
+        kernels.choose(
+            logits,
+            correction_bias,
+            None,
+            ids,
+            weights,
+            config=config,
+            model_dtype=x.dtype,
+            router_bias=router_bias,
+            router_weight=routing.router_weight,
+            warmup=warmup,
+        )
 
     with _on_device(x.device):
         weight_kinds = map(_weight_kind, (routing.router_weight, router_bias, correction_bias))
         sizes = (num_logits, x.shape[-1])
-        _prepare(("route", config.key, sizes, x.device, _rows_kind(x_TH), _rows_kind(logits), *weight_kinds), launch)
+        _prepare(("route", config.key, sizes, x.device, _rows_kind(x_TH), _rows_kind(logits[0]), *weight_kinds), launch)
         launch(warmup=False)
     return ids, weights
 
@@ -111,20 +116,19 @@ class _Call:
         def buffer(*shape: int, dtype: torch.dtype = x.dtype) -> Tensor:
             return torch.empty(shape, dtype=dtype, device=x.device)
 
-        if layer.topk_ids is not None and layer.topk_weights is not None:
-            self.chosen_ids, self.chosen_weights = layer.topk_ids, layer.topk_weights
-        else:
-            self.chosen_ids = buffer(T, K, dtype=torch.int32)
-            self.chosen_weights = buffer(T, K, dtype=torch.float32)
-            if layer.router_logits is not None:
-                self.logits = _rows(layer.router_logits, layer.router_logits.shape[1])
-            else:
-                self.logits = buffer(T, E_routing + config.num_zero_experts, dtype=torch.float32)
+        if layer.topk_ids is None:
+            self.logits = _logits(
+                self.x, T, E_routing + config.num_zero_experts, layer.router_weight, layer.router_logits
+            )
+        block_m = kernels.tile_rows(T * K / E, x.dtype, self.allow_tf32)
         self.offsets = buffer(E + 1, dtype=torch.int32)
         self.sorted_slot = buffer(T * K, dtype=torch.int32)
+        self.tiles = buffer(3, kernels.num_tiles(T * K, E, block_m), dtype=torch.int32)
+        self.counters = buffer(kernels.num_counters(T * K, E), dtype=torch.int32)
         self.row_of = buffer(T, K, dtype=torch.int32)
         self.slot_ids = buffer(T, K, dtype=torch.int32)
         self.slot_weights = buffer(T, K, dtype=torch.float32)
+        self.rows = kernels.Rows(self.offsets, self.sorted_slot, self.row_of, self.tiles, block_m, self.counters)
         self.h, self.y = buffer(T * K, I), buffer(T * K, H)
         self.gate_T = buffer(T, dtype=torch.float32) if layer.shared_gate is not None else None
         self.shared_h = buffer(T if S else 0, S)
@@ -134,14 +138,21 @@ class _Call:
         layer = self.layer
         resolved = schedules.resolve(schedule, has_shared=self.dims.S > 0)
         present = frozenset(n for n in schedules.OPTIONAL if getattr(layer, n) is not None)
-        steps = schedules.plan(
-            resolved, present, zero_experts=self.config.num_zero_experts > 0, finalized=self.out is not None
+        plan = functools.partial(
+            schedules.plan,
+            resolved,
+            present,
+            zero_experts=self.config.num_zero_experts > 0,
+            finalized=self.out is not None,
         )
+        steps = plan(one_chunk=kernels.num_chunks(self.dims.T * self.dims.K) == 1)
         weights = (getattr(layer, name) for name in LAYER_FIELDS if name not in _ROWS)
-        rows = (self.logits if name == "router_logits" else getattr(layer, name) for name in _ROWS if name in present)
+        rows = (
+            self.logits[0] if name == "router_logits" else getattr(layer, name) for name in _ROWS if name in present
+        )
         kinds = (*map(_rows_kind, (self.x, *rows)), *map(_weight_kind, weights))
         kind = (resolved, self.config.key, self.dims[1:], self.out is not None, self.x.device, self.allow_tf32)
-        _prepare((*kind, *kinds), functools.partial(self._issue_all, steps))
+        _prepare((*kind, *kinds), functools.partial(self._issue_all, plan()))
         schedules.execute(steps, self.issue, layer.hidden_states.device)
 
     def issue(self, name: str) -> None:
@@ -157,40 +168,44 @@ class _Call:
 
     def _router(self) -> None:
         assert self.layer.router_weight is not None
-        kernels.router_logits(
-            self.x,
-            self.layer.router_weight,
-            self.router_bias,
-            self.logits,
-            round_to_model=self.config.router_dtype == "model",
-            warmup=self.warmup,
-        )
+        kernels.router_logits(self.x, self.layer.router_weight, self.logits, counters=self.counters, warmup=self.warmup)
 
-    def _choose(self) -> None:
+    def _choose(self, rows: kernels.Rows | None = None) -> None:
         kernels.choose(
             self.logits,
             self.correction_bias,
             self.num_valid_tokens,
-            self.chosen_ids,
-            self.chosen_weights,
+            self.slot_ids,
+            self.slot_weights,
             config=self.config,
             model_dtype=self.x.dtype,
+            router_bias=self.router_bias,
+            router_weight=self.layer.router_weight,
+            expert_map=self.expert_map,
+            num_experts=self.dims.E,
+            rows=rows,
+            counters=self.counters,
             warmup=self.warmup,
         )
 
-    def _sort(self) -> None:
-        kernels.sort_rows(
-            self.chosen_ids,
-            self.chosen_weights,
+    def _choose_order(self) -> None:
+        self._choose(self.rows)
+
+    def _zero(self) -> None:
+        kernels.zero_counters(self.counters, warmup=self.warmup)
+
+    def _order(self) -> None:
+        given = self.layer.topk_ids is not None
+        kernels.order_rows(
+            self.layer.topk_ids if self.layer.topk_ids is not None else self.slot_ids,
+            self.layer.topk_weights,
             self.expert_map,
-            self.num_valid_tokens,
+            self.num_valid_tokens if given else None,
             num_experts=self.dims.E,
             num_zero_experts=self.config.num_zero_experts,
-            offsets=self.offsets,
-            sorted_slot_N=self.sorted_slot,
-            row_of_TK=self.row_of,
-            ids_out_TK=self.slot_ids,
-            weights_out_TK=self.slot_weights,
+            rows=self.rows,
+            ids_out_TK=self.slot_ids if given else None,
+            weights_out_TK=self.slot_weights if given else None,
             warmup=self.warmup,
         )
 
@@ -295,6 +310,17 @@ def _rows(x: Tensor, width: int) -> Tensor:
     """x as [rows, width] with a unit stride in the last dim; a copy only where no view is so."""
     x = x.reshape(-1, width)
     return x if x.stride(1) == 1 or width == 1 else x.contiguous()
+
+
+def _logits(
+    x_TH: Tensor, T: int, num_logits: int, router_weight: Tensor | None, router_logits: Tensor | None
+) -> Tensor:
+    """Those given as [1, T, E+Z], or a float32 buffer [P, T, E+Z] for the router's partial sums."""
+    if router_weight is None:
+        assert router_logits is not None
+        return _rows(router_logits, num_logits)[None]
+    splits = kernels.router_splits(x_TH, router_weight)
+    return torch.empty((splits, T, num_logits), dtype=torch.float32, device=x_TH.device)
 
 
 def _contiguous(t: Tensor | None) -> Tensor | None:

@@ -28,6 +28,8 @@ class Launch:
     stream: StreamName
     reads: tuple[str, ...]
     writes: tuple[str, ...]
+    updates: tuple[str, ...] = ()
+    """What another launch wrote, and this one reads and changes."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -52,8 +54,9 @@ def resolve(schedule: str, *, has_shared: bool) -> str:
 
 @functools.lru_cache(maxsize=256)
 def plan(
-    schedule: str, present: frozenset[str], *, zero_experts: bool, finalized: bool, alt_first: bool = False
-) -> tuple[Step, ...]:
+    schedule: str, present: frozenset[str], *, zero_experts: bool, finalized: bool, one_chunk: bool = False,
+    alt_first: bool = False,
+) -> tuple[Step, ...]:  # fmt: skip
     """The steps of one layer.
 
     Args:
@@ -61,31 +64,33 @@ def plan(
         present: names of the optional tensors of the call, as in `dual_stream_moe`.
         zero_experts: finalize also reads hidden_states.
         finalized: whether finalize is the last launch.
+        one_chunk: the slots are so few that one program orders them, which needs no counters by itself.
         alt_first: issue the side branch before the caller's own. A replayed graph continues a join on the lane of its
             first-recorded parent, so the default keeps to one lane for the caller and one for the side stream.
     """
 
-    def launch(name: str, reads: str, writes: str, stream: StreamName = "main") -> Launch:
+    def launch(name: str, reads: str, writes: str, stream: StreamName = "main", updates: str = "") -> Launch:
         there = (r for r in reads.split() if r not in OPTIONAL or r in present)
-        return Launch(name, stream, tuple(there), tuple(writes.split()))
+        return Launch(name, stream, tuple(there), tuple(writes.split()), tuple(updates.split()))
 
     has_shared, has_gate, fused = "shared_w13" in present, "shared_gate" in present, schedule == "fused"
     branch: StreamName = "alt" if schedule == "dual_shared_main" else "main"
     shared_branch: StreamName = "alt" if schedule == "dual" else "main"
 
     routed = []
-    if "topk_ids" in present:
-        chosen = "topk_ids topk_weights"
+    rows, slots = "offsets sorted_slot row_of tiles", "slot_ids slot_weights"
+    choice = "router_bias correction_bias num_valid_tokens expert_map"
+    if "router_weight" in present:
+        routed.append(launch("router", "hidden_states router_weight", "logits counters", branch))
+        routed.append(launch("choose_order", f"logits {choice}", f"{slots} {rows}", branch, "counters"))
+    elif "router_logits" in present:
+        routed.append(launch("choose", f"router_logits {choice}", f"{slots} counters", branch))
+        routed.append(launch("order", "slot_ids expert_map", rows, branch, "counters"))
     else:
-        logits = "router_logits"
-        if "router_weight" in present:
-            logits = "logits"
-            routed.append(launch("router", "hidden_states router_weight router_bias", logits, branch))
-        chosen = "chosen_ids chosen_weights"
-        routed.append(launch("choose", f"{logits} correction_bias num_valid_tokens", chosen, branch))
-    rows = "offsets sorted_slot row_of"
-    slots = "slot_ids slot_weights"
-    routed.append(launch("sort", f"{chosen} expert_map num_valid_tokens", f"{rows} {slots}", branch))
+        chosen = "topk_ids topk_weights expert_map num_valid_tokens"
+        if not one_chunk:
+            routed.append(launch("zero", "", "counters", branch))
+        routed.append(launch("order", chosen, f"{slots} {rows}", branch, "" if one_chunk else "counters"))
     gate = [launch("gate", "hidden_states shared_gate", "gate", shared_branch)] if has_gate else []
     gemm1 = "hidden_states w13 w13_bias offsets sorted_slot slot_weights"
     gemm2 = "h w2 w2_bias offsets"

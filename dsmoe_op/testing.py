@@ -20,6 +20,7 @@ def check_schedule(steps: Iterable[Step], inputs: Collection[str], outputs: Coll
     - Each launch runs after the call's beginning and before its end, so the side stream is forked and joined.
     - What a launch reads is an input, or written by a launch that it runs after. Nothing writes an input.
     - Each buffer has one writer, and each output has one. The writer of "out" runs after all others.
+    - A buffer that is updated has one launch that does it, after the writer, and every reader runs after it.
 
     Args:
         steps: as `schedule.plan` gives them, in the order in which they are issued.
@@ -39,6 +40,7 @@ def check_schedule(steps: Iterable[Step], inputs: Collection[str], outputs: Coll
 
     problems = []
     writers: dict[str, list[int]] = {}
+    updaters: dict[str, list[int]] = {}
     for i, launch in enumerate(launches):
         if -1 not in before[i]:
             problems.append(f"{launch.name} does not run after {_BEGIN}")
@@ -46,6 +48,8 @@ def check_schedule(steps: Iterable[Step], inputs: Collection[str], outputs: Coll
             problems.append(f"{launch.name} does not run before {_END}")
         for name in launch.writes:
             writers.setdefault(name, []).append(i)
+        for name in launch.updates:
+            updaters.setdefault(name, []).append(i)
 
     for name, by in writers.items():
         names = " and ".join(launches[i].name for i in by)
@@ -54,11 +58,24 @@ def check_schedule(steps: Iterable[Step], inputs: Collection[str], outputs: Coll
         if len(by) > 1:
             problems.append(f"{name} is written by {names}")
 
+    for name, by in updaters.items():
+        names = " and ".join(launches[i].name for i in by)
+        if name in inputs:
+            problems.append(f"{names} updates the input {name}")
+        if len(by) > 1:
+            problems.append(f"{name} is updated by {names}")
+
     for i, launch in enumerate(launches):
-        for name in launch.reads:
+        for name in (*launch.reads, *launch.updates):
             if name in inputs:
                 continue
             by = writers.get(name, [])
+            if name in launch.reads:
+                problems += [
+                    f"{launch.name} reads {name} and does not run after {launches[u].name}, which updates it"
+                    for u in updaters.get(name, [])
+                    if u not in before[i]
+                ]
             if not by:
                 problems.append(f"{launch.name} reads {name}, which nothing writes")
             problems += [

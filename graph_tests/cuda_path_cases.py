@@ -25,7 +25,7 @@ from dsmoe_op.schedule import Launch, Step, Wait
 assert INTERPRET
 
 BUFFERS = (
-    "logits", "chosen_ids", "chosen_weights", "offsets", "sorted_slot", "row_of", "slot_ids", "slot_weights",
+    "logits", "counters", "offsets", "sorted_slot", "row_of", "tiles", "slot_ids", "slot_weights",
     "h", "y", "gate", "shared_h", "shared", "out",
 )  # fmt: skip
 SCHEDULES = ("serial", "dual", "dual_shared_main", "fused")
@@ -198,8 +198,8 @@ def test_a_launch_touches_what_its_schedule_says_and_nothing_else(name, schedule
     run = Run(x, args, schedule, finalized=finalized)
     tensors = {**run.inputs, **run.buffers}
     for launch in (s for s in run.steps if isinstance(s, Launch)):
-        reads, writes = set(launch.reads), set(launch.writes)
-        assert reads | writes <= tensors.keys()
+        reads, writes, updates = set(launch.reads), set(launch.writes), set(launch.updates)
+        assert reads | writes | updates <= tensors.keys()
         before = {n: t.clone() for n, t in tensors.items()}
         for n in writes:
             fill(tensors[n])
@@ -209,14 +209,17 @@ def test_a_launch_touches_what_its_schedule_says_and_nothing_else(name, schedule
         for n in writes:
             assert not same(right[n], filled[n]), f"{launch.name} does not write {n}"
         for n, t in tensors.items():
-            assert n in writes or same(t, before[n]), f"{launch.name} writes {n}"
+            assert n in writes | updates or same(t, before[n]), f"{launch.name} writes {n}"
+        updated = {n: tensors[n].clone() for n in updates}
 
-        undeclared = tensors.keys() - reads - writes
+        for n in updates:
+            tensors[n].copy_(before[n])
+        undeclared = tensors.keys() - reads - writes - updates
         for n in undeclared | writes:
             fill(tensors[n])
         run.call.issue(launch.name)
-        for n in writes:
-            assert same(tensors[n], right[n]), f"{launch.name} reads something that it does not declare"
+        for n in writes | updates:
+            assert same(tensors[n], (right | updated)[n]), f"{launch.name} reads something that it does not declare"
         for n in undeclared:
             tensors[n].copy_(before[n])
 

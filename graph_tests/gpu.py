@@ -23,7 +23,7 @@ needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GP
 CONFIG = MoEConfig(top_k=4, routed_scaling_factor=2.5)
 SIZES = {"H": 256, "E": 16, "I": 128, "S": 384}
 SCHEDULES = ("serial", "dual", "dual_shared_main", "fused")
-LAUNCHES = ("router", "choose", "sort", "gemm1", "gemm2", "gate", "shared_gemm1", "shared_gemm2", "finalize")
+LAUNCHES = ("router", "choose_order", "gemm1", "gemm2", "gate", "shared_gemm1", "shared_gemm2", "finalize")
 """Of one such layer."""
 SHARED = {"gate", "shared_gemm1", "shared_gemm2"}
 

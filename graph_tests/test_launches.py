@@ -14,11 +14,11 @@ pytestmark = needs_gpu
 
 @pytest.mark.parametrize("T", [1, 64, 1500])
 @pytest.mark.parametrize("way", WAYS)
-def test_dual_launches_at_most_six_on_the_callers_stream_and_three_beside_it(block, way, T) -> None:
+def test_dual_launches_at_most_five_on_the_callers_stream_and_three_beside_it(block, way, T) -> None:
     x, args = block.inputs(T, way)
     profile = profiled(lambda: dual_stream_moe(x, **args, schedule="dual"))
     assert len(profile.streams) == 2
-    assert len(profile.with_kernel("finalize")) <= 6
+    assert len(profile.with_kernel("finalize")) <= 5
     assert len(profile.with_kernel("gate")) <= 3
     assert profile.with_kernel("finalize") is not profile.with_kernel("gate")
 
@@ -27,7 +27,7 @@ def test_dual_launches_at_most_six_on_the_callers_stream_and_three_beside_it(blo
 def test_a_replay_has_those_launches_on_two_lanes(block, T) -> None:
     profile = profiled(Captured(block, T).graph.replay)
     assert len(profile.streams) == 2
-    assert len(profile.with_kernel("finalize")) <= 6
+    assert len(profile.with_kernel("finalize")) <= 5
     assert len(profile.with_kernel("gate")) <= 3
 
 

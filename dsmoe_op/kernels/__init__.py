@@ -5,22 +5,29 @@ reads nothing back, allocates nothing, and does nothing for T = 0. With `warmup=
 variant that it could choose for these dtypes, sizes and strides at any T, and launches nothing.
 """
 
-from dsmoe_op.kernels.choose import choose
 from dsmoe_op.kernels.finalize import finalize
 from dsmoe_op.kernels.gate import shared_gate
 from dsmoe_op.kernels.gemm import gemm1, gemm2
 from dsmoe_op.kernels.launch import compile_together, row_stride
-from dsmoe_op.kernels.router import router_logits
-from dsmoe_op.kernels.sort import sort_rows
+from dsmoe_op.kernels.order import Rows, num_chunks, num_counters, num_tiles, tile_rows
+from dsmoe_op.kernels.route import choose, order_rows, zero_counters
+from dsmoe_op.kernels.router import router_logits, router_splits
 
 __all__ = [
+    "Rows",
     "choose",
     "compile_together",
     "finalize",
     "gemm1",
     "gemm2",
+    "num_chunks",
+    "num_counters",
+    "num_tiles",
+    "order_rows",
     "router_logits",
+    "router_splits",
     "row_stride",
     "shared_gate",
-    "sort_rows",
+    "tile_rows",
+    "zero_counters",
 ]

@@ -1,68 +1,12 @@
-"""logits -> chosen experts and their weights, one program a row. The definition is `reference.route`."""
+"""logits -> chosen experts and their weights of one token. The definition is `reference.route`; route.py launches it."""
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
-from dsmoe_op.config import MoEConfig
-from dsmoe_op.kernels.launch import TL_DTYPE, launch, row_stride
 from dsmoe_op.kernels.numerics import exp, sigmoid, softplus
-
-
-def choose(
-    logits_TE: Tensor,
-    correction_bias: Tensor | None,
-    num_valid_tokens: Tensor | None,
-    topk_ids_TK: Tensor,
-    topk_weights_TK: Tensor,
-    *,
-    config: MoEConfig,
-    model_dtype: torch.dtype,
-    warmup: bool = False,
-) -> None:
-    """Scores, choice and weights of each row.
-
-    Args:
-        logits_TE: [T, E+Z], any float dtype, any row stride, unit stride in the last dim.
-        correction_bias: [E+Z] contiguous, any float dtype.
-        num_valid_tokens: int32 [1]; rows from there on get ids -1 and weights 0.
-        topk_ids_TK, topk_weights_TK: written; int32 and float32 [T, K], contiguous.
-        model_dtype: what "model" means in the config's dtypes.
-    """
-    T, E = logits_TE.shape
-    if T == 0:
-        return
-    groups = config.n_group or 1
-    members = E // groups
-    padded = triton.next_power_of_2(groups) * triton.next_power_of_2(members)
-    launch(
-        _choose,
-        (T,),
-        (logits_TE, row_stride(logits_TE), correction_bias, num_valid_tokens, topk_ids_TK, topk_weights_TK),
-        {
-            "K": config.top_k,
-            "K_PAD": triton.next_power_of_2(config.top_k),
-            "GROUPS": groups,
-            "GROUPS_PAD": triton.next_power_of_2(groups),
-            "MEMBERS": members,
-            "MEMBERS_PAD": triton.next_power_of_2(members),
-            "TOPK_GROUP": config.topk_group or 0,
-            "TOP2_SUM": config.group_score == "top2_sum",
-            "LOST": float("-inf") if config.group_mask == "-inf" else 0.0,
-            "SCORE": config.score,
-            "CHOICE_ON": config.choice_on,
-            "WEIGHTS_FROM": config.weights_from,
-            "NORMALIZE": config.normalize,
-            "SCALE": config.scale_in_weights,
-            "STEP_DTYPE": TL_DTYPE[model_dtype] if config.score_dtype == "model" else tl.float32,
-            "WEIGHT_DTYPE": TL_DTYPE[model_dtype] if config.weight_dtype == "model" else tl.float32,
-            "num_warps": 1 if padded <= 1024 else 4,
-        },
-        warmup=warmup,
-    )
+from dsmoe_op.kernels.order import local_experts
 
 
 @triton.jit
@@ -92,29 +36,60 @@ def _scores(logits, top, total, SCORE: tl.constexpr, DTYPE: tl.constexpr):
 
 
 @triton.jit
-def _ranked(value, index):
-    """int64 that orders like (value, then lower index first), so that one max finds both; never the least int64."""
+def _ordered(value):
+    """int32 that orders like the float32 value, which is no NaN; never the least int32.
+
+    A best value and then its lowest index are two reductions of int32, for which a warp has an instruction each.
+    """
     bits = tl.where(value == 0, 0.0, value).to(tl.int32, bitcast=True)  # -0.0 ties with 0.0
-    ordered = bits ^ ((bits >> 31) & 0x7FFFFFFF)
-    return (ordered.to(tl.int64) << 32) | (0x7FFFFFFF - index).to(tl.int64)
+    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
 
 
 @triton.jit
-def _index_of(ranked):
-    return 0x7FFFFFFF - (ranked & 0x7FFFFFFF).to(tl.int32)
+def _first_best(ordered, index):
+    """The lowest index of the largest value."""
+    return tl.min(tl.where(ordered == tl.max(ordered), index, 0x7FFFFFFF))
 
 
-@triton.jit(
-    do_not_specialize=["logits_stride"],
-    do_not_specialize_on_alignment=["logits_ptr", "bias_ptr", "num_valid_ptr"],
-)
-def _choose(
+@triton.jit
+def _logits_at(
     logits_ptr,
-    logits_stride,
+    id,
+    inside,
+    split_stride,
+    num_splits,
+    router_bias_ptr,
+    SPLITS: tl.constexpr,
+    LOGITS: tl.constexpr,
+    ROUND_TO: tl.constexpr,
+):
+    """Sanitised logits of these ids, -inf outside: the partial sums added by ascending split, the bias, one rounding."""
+    logits = tl.load(logits_ptr + id, mask=inside, other=float("-inf"))
+    if SPLITS > 1:
+        for split in tl.static_range(1, SPLITS):
+            there = inside & (id < tl.where(split < num_splits, LOGITS, 0))
+            logits += tl.load(logits_ptr + split * split_stride + id, mask=there, other=0.0)
+    if router_bias_ptr is not None:
+        logits = logits.to(tl.float32) + tl.load(router_bias_ptr + id, mask=inside, other=0.0).to(tl.float32)
+    if ROUND_TO is not None:
+        logits = _rounded(logits, ROUND_TO)
+    return _sanitised(logits)
+
+
+@triton.jit
+def choose_token(
+    token,
+    logits_ptr,
+    split_stride,
+    num_splits,
+    router_bias_ptr,
     bias_ptr,
     num_valid_ptr,
+    map_ptr,
     ids_ptr,
     weights_ptr,
+    SPLITS: tl.constexpr,
+    ROUND_TO: tl.constexpr,
     K: tl.constexpr,
     K_PAD: tl.constexpr,
     GROUPS: tl.constexpr,
@@ -131,18 +106,33 @@ def _choose(
     SCALE: tl.constexpr,
     STEP_DTYPE: tl.constexpr,
     WEIGHT_DTYPE: tl.constexpr,
+    E: tl.constexpr,
+    E_ROUTING: tl.constexpr,
+    Z: tl.constexpr,
 ):
-    NEVER: tl.constexpr = -(2**63)
-    token = tl.program_id(0).to(tl.int64)
-    logits_ptr += token * logits_stride
+    """Writes the token's ids and weights, -1 and 0 where a slot contributes nothing.
+
+    Args:
+        token: int64.
+        logits_ptr: the token's first logit, of the first split.
+        split_stride: elements between the partial sums of a logit, of which there are num_splits <= SPLITS.
+        ROUND_TO: dtype to which the logits are rounded, router_bias included; None for none.
+        E, E_ROUTING, Z: as in `local_experts`.
+
+    Returns:
+        int32 [K_PAD]: row of the weights of each slot's expert, E where the slot has none.
+    """
+    NEVER: tl.constexpr = -(2**31)
+    LOGITS: tl.constexpr = GROUPS * MEMBERS
     k_K = tl.arange(0, K_PAD)
     inside_K = k_K < K
-
     g_G = tl.arange(0, GROUPS_PAD)
     m_M = tl.arange(0, MEMBERS_PAD)
     id_GM = g_G[:, None] * MEMBERS + m_M[None, :]
     inside_GM = (g_G < GROUPS)[:, None] & (m_M < MEMBERS)[None, :]
-    logits_GM = _sanitised(tl.load(logits_ptr + id_GM, mask=inside_GM, other=float("-inf")))
+    logits_GM = _logits_at(
+        logits_ptr, id_GM, inside_GM, split_stride, num_splits, router_bias_ptr, SPLITS, LOGITS, ROUND_TO
+    )
 
     top = 0.0
     total = 1.0
@@ -169,24 +159,36 @@ def _choose(
             worth_G = tl.where(worth_G == worth_G, worth_G, float("-inf"))
         if bias_ptr is None:
             worth_G = _rounded(worth_G, STEP_DTYPE)
-        ranked_G = tl.where(g_G < GROUPS, _ranked(worth_G, g_G), NEVER)
-        kept_G = g_G < 0
-        for _ in range(TOPK_GROUP):
-            best = tl.max(ranked_G)
-            kept_G = kept_G | (ranked_G == best)
-            ranked_G = tl.where(ranked_G == best, NEVER, ranked_G)
+        if GROUPS_PAD <= 32:
+            # One reduction: a group stays where fewer than TOPK_GROUP are ahead of it.
+            ahead_GG = worth_G[:, None] > worth_G[None, :]
+            ahead_GG = ahead_GG | ((worth_G[:, None] == worth_G[None, :]) & (g_G[:, None] < g_G[None, :]))
+            ahead_GG = ahead_GG & (g_G < GROUPS)[:, None]
+            kept_G = tl.sum(ahead_GG.to(tl.int32), axis=0) < TOPK_GROUP
+        else:
+            ordered_G = tl.where(g_G < GROUPS, _ordered(worth_G), NEVER)
+            kept_G = g_G < 0
+            for _ in range(TOPK_GROUP):
+                best_G = g_G == _first_best(ordered_G, g_G)
+                kept_G = kept_G | best_G
+                ordered_G = tl.where(best_G, NEVER, ordered_G)
         key_GM = tl.where(kept_G[:, None], key_GM, LOST)
 
-    ranked_GM = tl.where(inside_GM, _ranked(key_GM, id_GM), NEVER)
-    ranked_E = tl.reshape(ranked_GM, [GROUPS_PAD * MEMBERS_PAD])
-    chosen_K = tl.zeros([K_PAD], tl.int32)
+    # Positions among the padded logits, which ascend with the ids.
+    p_P = tl.arange(0, GROUPS_PAD * MEMBERS_PAD)
+    ordered_GM = tl.where(inside_GM, _ordered(key_GM), NEVER)
+    ordered_P = tl.reshape(ordered_GM, [GROUPS_PAD * MEMBERS_PAD])
+    place_K = tl.zeros([K_PAD], tl.int32)
     for k in range(K):
-        best = tl.max(ranked_E)
-        ranked_E = tl.where(ranked_E == best, NEVER, ranked_E)
-        chosen_K = tl.where(k_K == k, _index_of(best), chosen_K)
+        best = _first_best(ordered_P, p_P)
+        ordered_P = tl.where(p_P == best, NEVER, ordered_P)
+        place_K = tl.where(k_K == k, best, place_K)
+    ids_K = place_K // MEMBERS_PAD * MEMBERS + place_K % MEMBERS_PAD
 
     # Weights, from the chosen logits read again: cheaper than to carry the scores through the choice.
-    logits_K = _sanitised(tl.load(logits_ptr + chosen_K, mask=inside_K, other=float("-inf")))
+    logits_K = _logits_at(
+        logits_ptr, ids_K, inside_K, split_stride, num_splits, router_bias_ptr, SPLITS, LOGITS, ROUND_TO
+    )
     if WEIGHTS_FROM == "topk_softmax":
         top = tl.max(logits_K)
         exp_K = exp(logits_K - tl.where(top == float("-inf"), 0.0, top))
@@ -211,8 +213,9 @@ def _choose(
     weights_K = _rounded(_rounded(weights_K * SCALE, STEP_DTYPE), WEIGHT_DTYPE)
 
     if num_valid_ptr is not None:
-        valid = token < tl.load(num_valid_ptr)
-        chosen_K = tl.where(valid, chosen_K, -1)
-        weights_K = tl.where(valid, weights_K, 0.0)
-    tl.store(ids_ptr + token * K + k_K, chosen_K, mask=inside_K)
-    tl.store(weights_ptr + token * K + k_K, weights_K, mask=inside_K)
+        ids_K = tl.where(token < tl.load(num_valid_ptr), ids_K, -1)
+    experts_K = local_experts(ids_K, inside_K, map_ptr, E, E_ROUTING)
+    counts_K = (experts_K < E) | ((ids_K >= E_ROUTING) & (ids_K < E_ROUTING + Z))
+    tl.store(ids_ptr + token * K + k_K, tl.where(counts_K, ids_K, -1), mask=inside_K)
+    tl.store(weights_ptr + token * K + k_K, tl.where(counts_K, weights_K, 0.0), mask=inside_K)
+    return experts_K

@@ -1,4 +1,7 @@
-"""Router logits: x w^T (+ bias), summed in float32. No split of the inner sum, so no atomics and no second pass."""
+"""Router logits x w^T, summed in float32, as partial sums over parts of H: few tokens alone make too few programs.
+
+The partial sums are added up by ascending part where the logits are read (choose.py): no atomics and no second pass.
+"""
 
 from __future__ import annotations
 
@@ -7,45 +10,53 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dsmoe_op.kernels.launch import INTERPRET, TL_DTYPE, launch, row_stride
+from dsmoe_op.kernels.launch import INTERPRET, launch, row_stride
 from dsmoe_op.tuning import router_tile, router_variants
 
 
 def router_logits(
     x_TH: Tensor,
     router_weight_EH: Tensor,
-    router_bias_E: Tensor | None,
-    logits_TE: Tensor,
+    logits_PTE: Tensor,
     *,
-    round_to_model: bool,
+    counters: Tensor | None = None,
     warmup: bool = False,
 ) -> None:
-    """logits_TE = x w^T + bias.
+    """The sum of logits_PTE over its first dim is x w^T.
 
     Args:
         x_TH: [T, H] bf16, fp16 or fp32, any row stride, unit stride in the last dim.
         router_weight_EH: [E, H] bf16, fp16 or fp32, unit stride in one dim.
-        router_bias_E: [E] contiguous, any float dtype.
-        logits_TE: written; float32 [T, E] contiguous.
-        round_to_model: the logits are rounded to the dtype of x (and stored in float32 all the same).
+        logits_PTE: written; float32 [P, T, E] contiguous, where P is `router_splits` of the other two.
+        counters: int32, contiguous; zeroed, for the row order that a later launch of the call makes.
     """
     T, H = x_TH.shape
     E = router_weight_EH.shape[0]
     if T == 0:
         return
     product = _product(x_TH.dtype, router_weight_EH.dtype)
-    for tile in router_variants(product) if warmup else (router_tile(T, product),):
+    chosen = router_tile(T, E, H, product)
+    assert logits_PTE.shape == (chosen.splits, T, E), (logits_PTE.shape, chosen)
+    for tile in router_variants(product) if warmup else (chosen.tile,):
         launch(
             _router_logits,
-            (triton.cdiv(T, tile.block_m), triton.cdiv(E, tile.block_n)),
-            (x_TH, row_stride(x_TH), router_weight_EH, router_bias_E, logits_TE, T),
+            (triton.cdiv(T, tile.block_m), triton.cdiv(E, tile.block_n), chosen.splits),
+            (
+                x_TH,
+                row_stride(x_TH),
+                router_weight_EH,
+                logits_PTE,
+                counters,
+                T,
+                chosen.columns,
+                0 if counters is None else counters.numel(),
+            ),
             {
                 "E": E,
                 "H": H,
                 "STRIDE_E": router_weight_EH.stride(0),
                 "STRIDE_H": router_weight_EH.stride(1),
                 "PRODUCT": product,
-                "ROUND_TO": TL_DTYPE[x_TH.dtype] if round_to_model else tl.float32,
                 "BLOCK_T": tile.block_m,
                 "BLOCK_E": tile.block_n,
                 "BLOCK_H": tile.block_k,
@@ -55,6 +66,12 @@ def router_logits(
             },
             warmup=warmup,
         )
+
+
+def router_splits(x_TH: Tensor, router_weight_EH: Tensor) -> int:
+    """Partial sums that `router_logits` makes of each logit for so many tokens."""
+    E, H = router_weight_EH.shape
+    return router_tile(x_TH.shape[0], E, H, _product(x_TH.dtype, router_weight_EH.dtype)).splits
 
 
 def _product(x: torch.dtype, weight: torch.dtype) -> str:
@@ -71,58 +88,91 @@ def _product(x: torch.dtype, weight: torch.dtype) -> str:
     return "split" if (x, weight) == (torch.bfloat16, torch.float32) else "tf32x3"
 
 
-@triton.jit(do_not_specialize=["T"], do_not_specialize_on_alignment=["bias_ptr"])
+@triton.jit
+def _multiplied(
+    sum_TE, x_ptrs, weight_ptrs, in_T, in_E, rest, H: tl.constexpr, BLOCK_H: tl.constexpr, PRODUCT: tl.constexpr,
+    INTERPRET: tl.constexpr,
+):  # fmt: skip
+    """sum_TE and the product of the next BLOCK_H columns, of which `rest` are left."""
+    if H % BLOCK_H == 0:
+        x = tl.load(x_ptrs, mask=in_T, other=0.0)
+        w = tl.load(weight_ptrs, mask=in_E, other=0.0)
+    else:
+        in_H = tl.arange(0, BLOCK_H) < rest
+        x = tl.load(x_ptrs, mask=in_T & in_H[None, :], other=0.0)
+        w = tl.load(weight_ptrs, mask=in_E & in_H[:, None], other=0.0)
+    if INTERPRET:  # its bf16 products are wrong
+        sum_TE = tl.dot(x.to(tl.float32), w.to(tl.float32), sum_TE, input_precision="ieee")
+    elif PRODUCT == "plain":
+        sum_TE = tl.dot(x, w, sum_TE)
+    elif PRODUCT == "split":
+        high = w.to(tl.bfloat16)
+        rest_of_w = w - high.to(tl.float32)
+        middle = rest_of_w.to(tl.bfloat16)
+        low = (rest_of_w - middle.to(tl.float32)).to(tl.bfloat16)
+        sum_TE = tl.dot(x, low, sum_TE)
+        sum_TE = tl.dot(x, middle, sum_TE)
+        sum_TE = tl.dot(x, high, sum_TE)
+    else:
+        sum_TE = tl.dot(x.to(tl.float32), w.to(tl.float32), sum_TE, input_precision=PRODUCT)
+    return sum_TE
+
+
+@triton.jit(
+    do_not_specialize=["T", "columns", "num_counters"],
+    do_not_specialize_on_alignment=["logits_ptr", "counters_ptr"],
+)
 def _router_logits(
     x_ptr,
     x_stride,
     weight_ptr,
-    bias_ptr,
     logits_ptr,
+    counters_ptr,
     T,
+    columns,
+    num_counters,
     E: tl.constexpr,
     H: tl.constexpr,
     STRIDE_E: tl.constexpr,
     STRIDE_H: tl.constexpr,
     PRODUCT: tl.constexpr,
-    ROUND_TO: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_E: tl.constexpr,
     BLOCK_H: tl.constexpr,
     INTERPRET: tl.constexpr,
 ):
+    split = tl.program_id(2)
+    if counters_ptr is not None:
+        ZEROS: tl.constexpr = 128
+        programs = tl.num_programs(0) * tl.num_programs(1) * tl.num_programs(2)
+        start = ((split * tl.num_programs(1) + tl.program_id(1)) * tl.num_programs(0) + tl.program_id(0)) * ZEROS
+        while start < num_counters:
+            i = start + tl.arange(0, ZEROS)
+            tl.store(counters_ptr + i, tl.zeros([ZEROS], tl.int32), mask=i < num_counters)
+            start += programs * ZEROS
+
     t_T = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
     e_E = tl.program_id(1) * BLOCK_E + tl.arange(0, BLOCK_E)
+    # The loop is of int32 offsets from the split's first column, so that loads of 16 bytes are seen to be aligned.
+    first = tl.multiple_of(split * columns, BLOCK_H)
     h_H = tl.arange(0, BLOCK_H)
-    x_ptrs = x_ptr + t_T[:, None] * x_stride + h_H[None, :]
-    weight_ptrs = weight_ptr + e_E.to(tl.int64)[None, :] * STRIDE_E + h_H[:, None] * STRIDE_H
+    x_ptrs = x_ptr + t_T[:, None] * x_stride + first + h_H[None, :]
+    weight_ptrs = weight_ptr + e_E.to(tl.int64)[None, :] * STRIDE_E + (first + h_H).to(tl.int64)[:, None] * STRIDE_H
     in_T = (t_T < T)[:, None]
     in_E = (e_E < E)[None, :]
     sum_TE = tl.zeros([BLOCK_T, BLOCK_E], tl.float32)
-    for start in range(0, H, BLOCK_H):
-        if H % BLOCK_H == 0:
-            x = tl.load(x_ptrs, mask=in_T, other=0.0)
-            w = tl.load(weight_ptrs, mask=in_E, other=0.0)
-        else:
-            in_H = h_H < H - start
-            x = tl.load(x_ptrs, mask=in_T & in_H[None, :], other=0.0)
-            w = tl.load(weight_ptrs, mask=in_E & in_H[:, None], other=0.0)
-        if INTERPRET:  # its bf16 products are wrong
-            sum_TE = tl.dot(x.to(tl.float32), w.to(tl.float32), sum_TE, input_precision="ieee")
-        elif PRODUCT == "plain":
-            sum_TE = tl.dot(x, w, sum_TE)
-        elif PRODUCT == "split":
-            high = w.to(tl.bfloat16)
-            rest = w - high.to(tl.float32)
-            middle = rest.to(tl.bfloat16)
-            low = (rest - middle.to(tl.float32)).to(tl.bfloat16)
-            sum_TE = tl.dot(x, low, sum_TE)
-            sum_TE = tl.dot(x, middle, sum_TE)
-            sum_TE = tl.dot(x, high, sum_TE)
-        else:
-            sum_TE = tl.dot(x.to(tl.float32), w.to(tl.float32), sum_TE, input_precision=PRODUCT)
-        x_ptrs += BLOCK_H
-        weight_ptrs += BLOCK_H * STRIDE_H
-    if bias_ptr is not None:
-        sum_TE += tl.load(bias_ptr + e_E, mask=e_E < E, other=0.0).to(tl.float32)[None, :]
-    sum_TE = sum_TE.to(ROUND_TO).to(tl.float32)
-    tl.store(logits_ptr + t_T[:, None] * E + e_E[None, :], sum_TE, mask=in_T & in_E)
+    end = tl.minimum(first + columns, H)
+    if INTERPRET:  # that of Triton 3.6 cannot take a `range` to a runtime number with numpy 2.4
+        start = first
+        while start < end:
+            sum_TE = _multiplied(sum_TE, x_ptrs, weight_ptrs, in_T, in_E, H - start, H, BLOCK_H, PRODUCT, INTERPRET)
+            x_ptrs += BLOCK_H
+            weight_ptrs += BLOCK_H * STRIDE_H
+            start += BLOCK_H
+    else:
+        for start in range(first, end, BLOCK_H):
+            sum_TE = _multiplied(sum_TE, x_ptrs, weight_ptrs, in_T, in_E, H - start, H, BLOCK_H, PRODUCT, INTERPRET)
+            x_ptrs += BLOCK_H
+            weight_ptrs += BLOCK_H * STRIDE_H
+    logits_ptrs = logits_ptr + (split * T + t_T)[:, None] * E + e_E[None, :]
+    tl.store(logits_ptrs, sum_TE, mask=in_T & in_E)

@@ -1,0 +1,252 @@
+"""Order of the experts' rows: expert after expert, inside an expert by flat index t*K+k. route.py launches it.
+
+A counting sort. The slots lie in chunks; the slots of each expert in each chunk are counted first, by other programs,
+and a chunk's program adds up the counts of all chunks to know where the rows of its slots begin. A single chunk counts
+for itself. Sums of integers alone, so the result does not depend on timing.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from dsmoe_op.tuning import gemm_kind, gemm_tile
+from dsmoe_op.tuning import order_chunk as chunk_size
+
+
+class Rows(NamedTuple):
+    """What the row order writes."""
+
+    offsets: Tensor
+    """int32 [E+1]. Expert e has rows offsets[e]..offsets[e+1]-1; offsets[E] is the number of rows."""
+    sorted_slot_N: Tensor
+    """int32 [T*K], written up to offsets[E]: flat index t*K+k of each row."""
+    row_of_TK: Tensor
+    """int32 [T, K] contiguous: the slot's row, or -1."""
+    tiles_3B: Tensor
+    """int32 [3, `num_tiles`] contiguous: expert, first row, and the row after the last, of each block of block_m rows.
+
+    Blocks of experts with rows by ascending expert, then those of the rows from offsets[E] to T*K with expert -1, then
+    empty ones (-1, T*K, T*K). An expert's last block ends where its rows do.
+    """
+    block_m: int
+    """A power of two."""
+    counters: Tensor
+    """int32 [`num_counters`]: scratch. Zeros where an earlier launch has to leave them so; changed."""
+
+
+FIRST_COUNT = tl.constexpr(32)
+"""Where the counts begin among the counters; the arrivals have a cache line of their own before them."""
+
+
+def num_tiles(num_slots: int, num_experts: int, block_m: int) -> int:
+    """Blocks of block_m rows, each of one expert or of the rows that are none's, at most, for any routing."""
+    partial = min(num_experts + 1, num_slots)
+    return partial + (num_slots - partial) // block_m
+
+
+def tile_rows(rows: float, dtype: torch.dtype, allow_tf32: bool) -> int:
+    """block_m: rows of the GEMMs' tiles for so many expected rows of an expert."""
+    return gemm_tile("gemm1", gemm_kind(dtype, allow_tf32), rows).block_m
+
+
+def num_chunks(num_slots: int) -> int:
+    return max(1, triton.cdiv(num_slots, chunk_size(num_slots)))
+
+
+def num_counters(num_slots: int, num_experts: int) -> int:
+    """Programs that have arrived, then the slots of each expert in each chunk where there are several chunks."""
+    chunks = num_chunks(num_slots)
+    return FIRST_COUNT.value + (chunks * num_experts if chunks > 1 else 0)
+
+
+@triton.jit
+def local_experts(ids, inside, map_ptr, E: tl.constexpr, E_ROUTING: tl.constexpr):
+    """int32 row of the weights for each id of the router, E where there is none; E_ROUTING ids have one at all."""
+    routed = inside & (ids >= 0) & (ids < E_ROUTING)
+    if map_ptr is not None:
+        experts = tl.load(map_ptr + ids, mask=routed, other=-1)
+        experts = tl.where((experts >= 0) & (experts < E), experts, E)
+    else:
+        experts = tl.where(routed, ids, E).to(tl.int32)
+    return experts
+
+
+@triton.jit
+def _slots(
+    n_N, end, ids_ptr, id_stride_t, id_stride_k, map_ptr, num_valid, K: tl.constexpr, E: tl.constexpr,
+    E_ROUTING: tl.constexpr,
+):  # fmt: skip
+    """Id (int64) and expert of each slot before `end`; an expert of E where no expert has it."""
+    t_N = n_N // K
+    inside_N = n_N < end
+    # Past L1, since programs of the same launch may have written them.
+    ids_ptrs = ids_ptr + t_N.to(tl.int64) * id_stride_t + n_N % K * id_stride_k
+    ids_N = tl.load(ids_ptrs, mask=inside_N, other=-1, cache_modifier=".cg").to(tl.int64)
+    ids_N = tl.where(t_N < num_valid, ids_N, -1)
+    return ids_N, local_experts(ids_N, inside_N, map_ptr, E, E_ROUTING)
+
+
+@triton.jit
+def _counts(experts_N, E: tl.constexpr, E_PAD: tl.constexpr):
+    """int32 [E_PAD]: how many of the slots each expert has."""
+    has_expert_N = experts_N < E
+    return tl.histogram(tl.where(has_expert_N, experts_N, 0), E_PAD, mask=has_expert_N)
+
+
+@triton.jit
+def count_chunk(
+    index,
+    log_chunk,
+    num_slots,
+    ids_ptr,
+    id_stride_t,
+    id_stride_k,
+    map_ptr,
+    num_valid_ptr,
+    counts_ptr,
+    K: tl.constexpr,
+    E: tl.constexpr,
+    E_PAD: tl.constexpr,
+    E_ROUTING: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Writes row `index` of the counts [chunks, E]."""
+    num_valid = num_slots
+    if num_valid_ptr is not None:
+        num_valid = tl.load(num_valid_ptr)
+    e_E = tl.arange(0, E_PAD)
+    start = index << log_chunk
+    end = tl.minimum(start + (1 << log_chunk), num_slots)
+    counts_E = tl.zeros([E_PAD], tl.int32)
+    while start < end:
+        _, experts_N = _slots(
+            start + tl.arange(0, BLOCK), end, ids_ptr, id_stride_t, id_stride_k, map_ptr, num_valid, K, E, E_ROUTING
+        )
+        counts_E += _counts(experts_N, E, E_PAD)
+        start += BLOCK
+    tl.store(counts_ptr + index * E + e_E, counts_E, mask=e_E < E)
+
+
+@triton.jit
+def order_chunk(
+    index,
+    log_chunk,
+    num_chunks,
+    num_slots,
+    ids_ptr,
+    id_stride_t,
+    id_stride_k,
+    weights_ptr,
+    weight_stride_t,
+    weight_stride_k,
+    map_ptr,
+    num_valid_ptr,
+    counts_ptr,
+    offsets_ptr,
+    sorted_slot_ptr,
+    row_of_ptr,
+    tiles_ptr,
+    num_tiles,
+    log_block_m,
+    ids_out_ptr,
+    weights_out_ptr,
+    K: tl.constexpr,
+    E: tl.constexpr,
+    E_PAD: tl.constexpr,
+    E_ROUTING: tl.constexpr,
+    Z: tl.constexpr,
+    BLOCK: tl.constexpr,
+    COUNT_ROWS: tl.constexpr,
+):
+    """Places the slots of chunk `index`, and writes its share of the offsets and the tiles."""
+    num_valid = num_slots
+    if num_valid_ptr is not None:
+        num_valid = tl.load(num_valid_ptr)
+    b_N = tl.arange(0, BLOCK)
+    e_E = tl.arange(0, E_PAD)
+    start = index << log_chunk
+    end = tl.minimum(start + (1 << log_chunk), num_slots)
+    ids_N, experts_N = _slots(start + b_N, end, ids_ptr, id_stride_t, id_stride_k, map_ptr, num_valid, K, E, E_ROUTING)
+
+    # All slots of each expert, and those in earlier chunks.
+    if num_chunks == 1:
+        total_E = _counts(experts_N, E, E_PAD)
+        before_E = tl.zeros([E_PAD], tl.int32)
+        more = start + BLOCK
+        while more < end:
+            _, more_N = _slots(more + b_N, end, ids_ptr, id_stride_t, id_stride_k, map_ptr, num_valid, K, E, E_ROUTING)
+            total_E += _counts(more_N, E, E_PAD)
+            more += BLOCK
+    else:
+        total_CE = tl.zeros([COUNT_ROWS, E_PAD], tl.int32)
+        before_CE = tl.zeros([COUNT_ROWS, E_PAD], tl.int32)
+        first = 0
+        while first < num_chunks:
+            c_C = first + tl.arange(0, COUNT_ROWS)
+            there_CE = (c_C < num_chunks)[:, None] & (e_E < E)[None, :]
+            count_ptrs = counts_ptr + c_C[:, None] * E + e_E[None, :]
+            counts_CE = tl.load(count_ptrs, mask=there_CE, other=0, cache_modifier=".cg")
+            total_CE += counts_CE
+            before_CE += tl.where((c_C < index)[:, None], counts_CE, 0)
+            first += COUNT_ROWS
+        total_E = tl.sum(total_CE, axis=0)
+        before_E = tl.sum(before_CE, axis=0)
+
+    first_E = tl.cumsum(total_E, 0) - total_E
+    num_rows = tl.sum(total_E)
+    if index == 0:
+        tl.store(offsets_ptr + e_E, first_E, mask=e_E < E)
+        tl.store(offsets_ptr + E, num_rows)
+
+    # Tiles: block j of an expert, or of the empty ones, is written by the program j modulo the number of chunks.
+    block_m = 1 << log_block_m
+    blocks_E = (total_E + block_m - 1) >> log_block_m
+    first_block_E = tl.cumsum(blocks_E, 0) - blocks_E
+    most_blocks = tl.max(blocks_E)
+    j = index
+    while j < most_blocks:
+        has_block_E = j < blocks_E
+        tile_ptrs = tiles_ptr + first_block_E + j
+        row_E = first_E + (j << log_block_m)
+        tl.store(tile_ptrs, e_E, mask=has_block_E)
+        tl.store(tile_ptrs + num_tiles, row_E, mask=has_block_E)
+        tl.store(tile_ptrs + 2 * num_tiles, tl.minimum(row_E + block_m, first_E + total_E), mask=has_block_E)
+        j += num_chunks
+    first_rest = tl.sum(blocks_E)
+    rest = first_rest + index * BLOCK
+    while rest < num_tiles:
+        tile_N = rest + b_N
+        row_N = tl.minimum(num_rows + ((tile_N - first_rest) << log_block_m), num_slots)
+        in_tiles_N = tile_N < num_tiles
+        tl.store(tiles_ptr + tile_N, tl.full([BLOCK], -1, tl.int32), mask=in_tiles_N)
+        tl.store(tiles_ptr + num_tiles + tile_N, row_N, mask=in_tiles_N)
+        tl.store(tiles_ptr + 2 * num_tiles + tile_N, tl.minimum(row_N + block_m, num_slots), mask=in_tiles_N)
+        rest += num_chunks * BLOCK
+
+    # Rows: of the slots before a block's, and of those before it in the block.
+    row_E = first_E + before_E
+    while start < end:
+        n_N = start + b_N
+        inside_N = n_N < end
+        has_row_N = experts_N < E
+        earlier_NN = (experts_N[:, None] == experts_N[None, :]) & (b_N[:, None] < b_N[None, :])
+        rows_N = tl.gather(row_E, tl.where(has_row_N, experts_N, 0), 0) + tl.sum(earlier_NN.to(tl.int32), axis=0)
+        tl.store(sorted_slot_ptr + rows_N, n_N, mask=has_row_N)
+        tl.store(row_of_ptr + n_N, tl.where(has_row_N, rows_N, -1), mask=inside_N)
+        if ids_out_ptr is not None:
+            counts_N = has_row_N | ((ids_N >= E_ROUTING) & (ids_N < E_ROUTING + Z))
+            tl.store(ids_out_ptr + n_N, tl.where(counts_N, ids_N, -1).to(tl.int32), mask=inside_N)
+            weights_ptrs = weights_ptr + (n_N // K).to(tl.int64) * weight_stride_t + n_N % K * weight_stride_k
+            weights_N = tl.load(weights_ptrs, mask=counts_N & inside_N, other=0.0).to(tl.float32)
+            tl.store(weights_out_ptr + n_N, weights_N, mask=inside_N)
+        start += BLOCK
+        if start < end:
+            row_E += _counts(experts_N, E, E_PAD)
+            ids_N, experts_N = _slots(
+                start + b_N, end, ids_ptr, id_stride_t, id_stride_k, map_ptr, num_valid, K, E, E_ROUTING
+            )

@@ -1,0 +1,468 @@
+"""Choice and row order, in one launch where both are to be made.
+
+Programs that produce (choose a token's experts, or count a chunk's slots) come first, those that order a chunk after
+them; for the order of all chunks everything that is produced has to be there:
+
+- One chunk: the producer that arrives last orders it. Nobody waits.
+- Several: the programs that order them wait until all producers have arrived. Producers never wait, so it ends if they
+  get to run: at most 128 programs wait, and a GPU that holds more programs at once than wait on it always has room for a
+  producer, in whatever order it starts them. An H200 holds some thousands of these; a few hundred is the least that any
+  GPU with wgmma or mma holds (16 for each of tens of multiprocessors).
+
+The counter of arrivals begins at zero, which an earlier launch of the call sees to.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from dsmoe_op.config import MoEConfig
+from dsmoe_op.kernels.choose import choose_token
+from dsmoe_op.kernels.launch import TL_DTYPE, launch, row_stride
+from dsmoe_op.kernels.order import FIRST_COUNT, Rows, count_chunk, num_chunks, order_chunk
+from dsmoe_op.tuning import (
+    OrderBlock,
+    order_block,
+    order_variants,
+    router_most_splits,
+    splits_variant,
+    splits_variants,
+)
+from dsmoe_op.tuning import order_chunk as chunk_size
+
+
+def choose(
+    logits_PTE: Tensor,
+    correction_bias: Tensor | None,
+    num_valid_tokens: Tensor | None,
+    topk_ids_TK: Tensor,
+    topk_weights_TK: Tensor,
+    *,
+    config: MoEConfig,
+    model_dtype: torch.dtype,
+    router_bias: Tensor | None = None,
+    router_weight: Tensor | None = None,
+    expert_map: Tensor | None = None,
+    num_experts: int | None = None,
+    rows: Rows | None = None,
+    counters: Tensor | None = None,
+    warmup: bool = False,
+) -> None:
+    """Scores, choice and weights of each row; with `rows`, their order too.
+
+    Args:
+        logits_PTE: [P, T, E+Z]; the logits are the sum over P. P = 1: any float dtype, any row stride, unit stride in
+            the last dim. P > 1: float32, contiguous.
+        correction_bias: [E+Z] contiguous, any float dtype.
+        num_valid_tokens: int32 [1]; rows from there on get ids -1 and weights 0.
+        topk_ids_TK, topk_weights_TK: written; int32 and float32 [T, K], contiguous. -1 and 0 where a slot contributes
+            nothing.
+        model_dtype: what "model" means in the config's dtypes.
+        router_bias: [E+Z] contiguous, any float dtype; added to the logits.
+        router_weight: of `router_logits`, where these logits are its. They are then rounded where the config says so.
+        expert_map: int32 [E], id -> row of the weights, -1 for none. None: id = row.
+        num_experts: rows of the weights; None for E.
+        rows: written; the counters are all zero before.
+        counters: without `rows`: int32; the first one is zeroed, for an `order_rows` that comes later.
+    """
+    splits, T, num_logits = logits_PTE.shape
+    if T == 0:
+        return
+    E_routing = num_logits - config.num_zero_experts
+    E = E_routing if num_experts is None else num_experts
+    groups = config.n_group or 1
+    groups_pad, members_pad = triton.next_power_of_2(groups), triton.next_power_of_2(num_logits // groups)
+    args = {
+        "logits_ptr": logits_PTE,
+        "logits_stride": row_stride(logits_PTE[0]),
+        "num_splits": splits,
+        "router_bias_ptr": router_bias,
+        "bias_ptr": correction_bias,
+        "num_valid_ptr": num_valid_tokens,
+        "map_ptr": expert_map,
+        "ids_ptr": topk_ids_TK,
+        "id_stride_t": config.top_k,
+        "id_stride_k": 1,
+        "weights_ptr": topk_weights_TK,
+        "producers": T,
+    }
+    rounds = router_weight is not None and config.router_dtype == "model"
+    most_splits = 1 if router_weight is None else router_most_splits(router_weight.shape[1])
+    meta = {
+        "ROUND_TO": TL_DTYPE[model_dtype] if rounds else None,
+        "K": config.top_k,
+        "K_PAD": triton.next_power_of_2(config.top_k),
+        "GROUPS": groups,
+        "GROUPS_PAD": groups_pad,
+        "MEMBERS": num_logits // groups,
+        "MEMBERS_PAD": members_pad,
+        "TOPK_GROUP": config.topk_group or 0,
+        "TOP2_SUM": config.group_score == "top2_sum",
+        "LOST": float("-inf") if config.group_mask == "-inf" else 0.0,
+        "SCORE": config.score,
+        "CHOICE_ON": config.choice_on,
+        "WEIGHTS_FROM": config.weights_from,
+        "NORMALIZE": config.normalize,
+        "SCALE": config.scale_in_weights,
+        "STEP_DTYPE": TL_DTYPE[model_dtype] if config.score_dtype == "model" else tl.float32,
+        "WEIGHT_DTYPE": TL_DTYPE[model_dtype] if config.weight_dtype == "model" else tl.float32,
+    }
+    if rows is None:
+        args["counters_ptr"] = counters
+        blocks: tuple[OrderBlock, ...] = (OrderBlock(0, 1),)
+    else:
+        args |= _order_args(T * config.top_k, E, rows)
+        blocks = order_variants() if warmup else (order_block(T * config.top_k),)
+    for variant in splits_variants(most_splits) if warmup else (splits_variant(splits),):
+        for block in blocks:
+            _launch(T, args, meta | {"SPLITS": variant}, E, E_routing, config.num_zero_experts, block, warmup)
+
+
+def order_rows(
+    topk_ids_TK: Tensor,
+    topk_weights_TK: Tensor | None,
+    expert_map: Tensor | None,
+    num_valid_tokens: Tensor | None,
+    *,
+    num_experts: int,
+    num_zero_experts: int,
+    rows: Rows,
+    ids_out_TK: Tensor | None = None,
+    weights_out_TK: Tensor | None = None,
+    warmup: bool = False,
+) -> None:
+    """Where each (token, choice) slot's row lies among the sorted rows, and the reverse.
+
+    Args:
+        topk_ids_TK: [T, K] int32 or int64, any strides. Ids are those of the router; what is neither a routed expert
+            held here nor a zero expert contributes nothing.
+        topk_weights_TK: [T, K] any float dtype, any strides; read for weights_out_TK alone.
+        expert_map: int32 [E_routing], id -> row of the weights, -1 for none. None: E_routing = num_experts, id = row.
+        num_valid_tokens: int32 [1]; slots of later tokens contribute nothing.
+        num_experts: rows of the weights, E.
+        num_zero_experts: Z; ids E_routing..E_routing+Z-1 have no row, but keep id and weight.
+        rows: written. Where `num_chunks` is not 1, the first of the counters is zero before.
+        ids_out_TK, weights_out_TK: written; int32 and float32 [T, K] contiguous, with -1 and 0 where the slot
+            contributes nothing. None where the inputs are already so, from `choose`.
+    """
+    T, K = topk_ids_TK.shape
+    if T == 0:
+        return
+    chunks = num_chunks(T * K)
+    E_routing = num_experts if expert_map is None else expert_map.shape[0]
+    args = {
+        "num_valid_ptr": num_valid_tokens,
+        "map_ptr": expert_map,
+        "ids_ptr": topk_ids_TK,
+        "id_stride_t": topk_ids_TK.stride(0),
+        "id_stride_k": topk_ids_TK.stride(1),
+        "ids_out_ptr": ids_out_TK,
+        "weights_out_ptr": weights_out_TK,
+        "producers": chunks if chunks > 1 else 0,
+        **_order_args(T * K, num_experts, rows),
+    }
+    if weights_out_TK is not None:
+        assert topk_weights_TK is not None
+        args["weights_ptr"] = topk_weights_TK
+        args["weight_stride_t"], args["weight_stride_k"] = topk_weights_TK.stride()
+    for block in order_variants() if warmup else (order_block(T * K),):
+        _launch(args["producers"], args, {"K": K}, num_experts, E_routing, num_zero_experts, block, warmup)
+
+
+def zero_counters(counters: Tensor, *, warmup: bool = False) -> None:
+    """Zeroes the first of the counters, int32: a launch for calls in which nothing else comes before `order_rows`."""
+    launch(_zero, (1,), (counters,), {"num_warps": 1}, warmup=warmup)
+
+
+def _order_args(num_slots: int, E: int, rows: Rows) -> dict[str, Any]:
+    assert rows.block_m & (rows.block_m - 1) == 0, rows.block_m
+    return {
+        "counters_ptr": rows.counters,
+        "offsets_ptr": rows.offsets,
+        "sorted_slot_ptr": rows.sorted_slot_N,
+        "row_of_ptr": rows.row_of_TK,
+        "tiles_ptr": rows.tiles_3B,
+        "num_slots": num_slots,
+        "log_chunk": chunk_size(num_slots).bit_length() - 1,
+        "num_chunks": num_chunks(num_slots),
+        "num_tiles": rows.tiles_3B.shape[1],
+        "log_block_m": rows.block_m.bit_length() - 1,
+    }
+
+
+def _launch(
+    producers: int,
+    args: dict[str, Any],
+    meta: dict[str, Any],
+    E: int,
+    E_routing: int,
+    Z: int,
+    block: OrderBlock,
+    warmup: bool,
+) -> None:
+    chunks = args.get("num_chunks", 0)
+    programs = producers + (chunks if chunks > 1 or not producers else 0)
+    E_pad = max(32, triton.next_power_of_2(E))
+    num_warps = block.num_warps if max(E_pad, meta.get("GROUPS_PAD", 1) * meta.get("MEMBERS_PAD", 1)) <= 1024 else 4
+    meta = {
+        "CHOOSES": "logits_ptr" in args,
+        "ORDERS": chunks > 0,
+        **_NO_CHOICE,
+        **meta,
+        "E": E,
+        "E_PAD": E_pad,
+        "E_ROUTING": E_routing,
+        "Z": Z,
+        "BLOCK": block.slots,
+        # As many loads at once as registers allow.
+        "COUNT_ROWS": max(1, min(16, 1024 * num_warps // E_pad)),
+        "num_warps": num_warps,
+    }
+    launch(_route, (programs,), tuple(args.get(name, other) for name, other in _ARGUMENTS), meta, warmup=warmup)
+
+
+_ARGUMENTS: tuple[tuple[str, int | None], ...] = (
+    ("logits_ptr", None),
+    ("logits_stride", 0),
+    ("num_splits", 0),
+    ("router_bias_ptr", None),
+    ("bias_ptr", None),
+    ("num_valid_ptr", None),
+    ("map_ptr", None),
+    ("ids_ptr", None),
+    ("id_stride_t", 0),
+    ("id_stride_k", 0),
+    ("weights_ptr", None),
+    ("weight_stride_t", 0),
+    ("weight_stride_k", 0),
+    ("producers", 0),
+    ("counters_ptr", None),
+    ("offsets_ptr", None),
+    ("sorted_slot_ptr", None),
+    ("row_of_ptr", None),
+    ("tiles_ptr", None),
+    ("ids_out_ptr", None),
+    ("weights_out_ptr", None),
+    ("num_slots", 0),
+    ("log_chunk", 0),
+    ("num_chunks", 0),
+    ("num_tiles", 0),
+    ("log_block_m", 0),
+)
+"""The kernel's runtime arguments in order, and what stands for one that a launch has no use for."""
+
+_NO_CHOICE: dict[str, Any] = dict.fromkeys(
+    (
+        "SPLITS", "ROUND_TO", "K_PAD", "GROUPS", "GROUPS_PAD", "MEMBERS", "MEMBERS_PAD", "TOPK_GROUP", "TOP2_SUM",
+        "LOST", "SCORE", "CHOICE_ON", "WEIGHTS_FROM", "NORMALIZE", "SCALE", "STEP_DTYPE", "WEIGHT_DTYPE",
+    )
+)  # fmt: skip
+
+
+@triton.jit
+def _zero(counters_ptr):
+    tl.store(counters_ptr, 0)
+
+
+@triton.jit(
+    do_not_specialize=[
+        "logits_stride",
+        "num_splits",
+        "id_stride_t",
+        "id_stride_k",
+        "weight_stride_t",
+        "weight_stride_k",
+        "producers",
+        "num_slots",
+        "log_chunk",
+        "num_chunks",
+        "num_tiles",
+        "log_block_m",
+    ],
+    do_not_specialize_on_alignment=[
+        "router_bias_ptr",
+        "bias_ptr",
+        "num_valid_ptr",
+        "map_ptr",
+        "ids_ptr",
+        "weights_ptr",
+        "tiles_ptr",
+    ],
+)
+def _route(
+    logits_ptr,
+    logits_stride,
+    num_splits,
+    router_bias_ptr,
+    bias_ptr,
+    num_valid_ptr,
+    map_ptr,
+    ids_ptr,
+    id_stride_t,
+    id_stride_k,
+    weights_ptr,
+    weight_stride_t,
+    weight_stride_k,
+    producers,
+    counters_ptr,
+    offsets_ptr,
+    sorted_slot_ptr,
+    row_of_ptr,
+    tiles_ptr,
+    ids_out_ptr,
+    weights_out_ptr,
+    num_slots,
+    log_chunk,
+    num_chunks,
+    num_tiles,
+    log_block_m,
+    CHOOSES: tl.constexpr,
+    ORDERS: tl.constexpr,
+    SPLITS: tl.constexpr,
+    ROUND_TO: tl.constexpr,
+    K: tl.constexpr,
+    K_PAD: tl.constexpr,
+    GROUPS: tl.constexpr,
+    GROUPS_PAD: tl.constexpr,
+    MEMBERS: tl.constexpr,
+    MEMBERS_PAD: tl.constexpr,
+    TOPK_GROUP: tl.constexpr,
+    TOP2_SUM: tl.constexpr,
+    LOST: tl.constexpr,
+    SCORE: tl.constexpr,
+    CHOICE_ON: tl.constexpr,
+    WEIGHTS_FROM: tl.constexpr,
+    NORMALIZE: tl.constexpr,
+    SCALE: tl.constexpr,
+    STEP_DTYPE: tl.constexpr,
+    WEIGHT_DTYPE: tl.constexpr,
+    E: tl.constexpr,
+    E_PAD: tl.constexpr,
+    E_ROUTING: tl.constexpr,
+    Z: tl.constexpr,
+    BLOCK: tl.constexpr,
+    COUNT_ROWS: tl.constexpr,
+):
+    program = tl.program_id(0)
+    chunk = program - producers  # to be ordered; none where it is negative
+    if program < producers:
+        if CHOOSES:
+            LOGITS: tl.constexpr = GROUPS * MEMBERS
+            token = program.to(tl.int64)
+            if SPLITS > 1:  # contiguous, so that loads are seen to be aligned
+                row_ptr = logits_ptr + token * LOGITS
+            else:
+                row_ptr = logits_ptr + token * logits_stride
+            experts_K = choose_token(
+                token,
+                row_ptr,
+                producers.to(tl.int64) * LOGITS,
+                num_splits,
+                router_bias_ptr,
+                bias_ptr,
+                num_valid_ptr,
+                map_ptr,
+                ids_ptr,
+                weights_ptr,
+                SPLITS,
+                ROUND_TO,
+                K,
+                K_PAD,
+                GROUPS,
+                GROUPS_PAD,
+                MEMBERS,
+                MEMBERS_PAD,
+                TOPK_GROUP,
+                TOP2_SUM,
+                LOST,
+                SCORE,
+                CHOICE_ON,
+                WEIGHTS_FROM,
+                NORMALIZE,
+                SCALE,
+                STEP_DTYPE,
+                WEIGHT_DTYPE,
+                E,
+                E_ROUTING,
+                Z,
+            )
+            if ORDERS:
+                if num_chunks > 1:
+                    k_K = tl.arange(0, K_PAD)
+                    has_row_K = (k_K < K) & (experts_K < E)
+                    chunk_K = (program * K + k_K) >> log_chunk
+                    tl.atomic_add(
+                        counters_ptr + FIRST_COUNT + chunk_K * E + experts_K, 1, mask=has_row_K, sem="relaxed"
+                    )
+            elif counters_ptr is not None:
+                if program == 0:
+                    tl.store(counters_ptr, 0)
+        else:
+            count_chunk(
+                program,
+                log_chunk,
+                num_slots,
+                ids_ptr,
+                id_stride_t,
+                id_stride_k,
+                map_ptr,
+                num_valid_ptr,
+                counters_ptr + FIRST_COUNT,
+                K,
+                E,
+                E_PAD,
+                E_ROUTING,
+                BLOCK,
+            )
+        if ORDERS:
+            if producers > 1:
+                # All of the program's writes, then its arrival, which releases them.
+                tl.debug_barrier()
+                arrived = tl.atomic_add(counters_ptr, 1, sem="acq_rel") + 1
+            else:
+                arrived = producers
+            if arrived == producers and num_chunks == 1:
+                chunk = 0
+    elif ORDERS:
+        if producers > 0:
+            while tl.atomic_add(counters_ptr, 0, sem="acquire") < producers:
+                pass
+
+    if ORDERS:
+        if chunk >= 0:
+            tl.debug_barrier()
+            order_chunk(
+                chunk,
+                log_chunk,
+                num_chunks,
+                num_slots,
+                ids_ptr,
+                id_stride_t,
+                id_stride_k,
+                weights_ptr,
+                weight_stride_t,
+                weight_stride_k,
+                map_ptr,
+                num_valid_ptr,
+                counters_ptr + FIRST_COUNT,
+                offsets_ptr,
+                sorted_slot_ptr,
+                row_of_ptr,
+                tiles_ptr,
+                num_tiles,
+                log_block_m,
+                ids_out_ptr,
+                weights_out_ptr,
+                K,
+                E,
+                E_PAD,
+                E_ROUTING,
+                Z,
+                BLOCK,
+                COUNT_ROWS,
+            )
