@@ -1,4 +1,4 @@
-"""logits -> chosen experts and their weights of one token. The definition is `reference.route`; route.py launches it."""
+"""logits -> chosen experts and weights of one token. The definition is `reference.route`; route.py launches it."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def _logits_at(
     LOGITS: tl.constexpr,
     ROUND_TO: tl.constexpr,
 ):
-    """Sanitised logits of these ids, -inf outside: the partial sums added by ascending split, the bias, one rounding."""
+    """Sanitised logits of these ids, -inf outside: partial sums by ascending split, then the bias, then one rounding."""
     logits = tl.load(logits_ptr + id, mask=inside, other=float("-inf"))
     if SPLITS > 1:
         for split in tl.static_range(1, SPLITS):

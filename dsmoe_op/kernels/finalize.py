@@ -26,7 +26,7 @@ def finalize(
 
     Args:
         y_NH: [T*K, H] contiguous, the experts' rows; no row is read that row_of_TK does not name.
-        topk_ids_TK, topk_weights_TK, row_of_TK: int32, float32, int32 [T, K] contiguous, as `sort_rows` leaves them.
+        topk_ids_TK, topk_weights_TK, row_of_TK: int32, float32, int32 [T, K] contiguous, as `choose` and `order_rows` leave them.
         shared_TH: [T, H] contiguous, already gated.
         x_TH: [T, H] any row stride; read where a slot has an id but no row (a zero expert). None where there are none.
         out_TH: written; [T, H] contiguous.
@@ -34,7 +34,8 @@ def finalize(
     T, H = out_TH.shape
     if T == 0:
         return
-    block = min(1024, triton.next_power_of_2(H))
+    # 16 bytes of each row for a thread.
+    block = min(128 * (16 // y_NH.element_size()), triton.next_power_of_2(H))
     zero_experts = config.num_zero_experts > 0
     launch(
         _finalize,
@@ -56,6 +57,7 @@ def finalize(
             "ROUTED_SCALE": config.scale_at_end,
             "SCALE": 0.5 if config.combine == "average" else 1.0,
             "BLOCK_H": block,
+            "AT_ONCE": 8,
             "num_warps": 4,
         },
         warmup=warmup,
@@ -78,27 +80,37 @@ def _finalize(
     ROUTED_SCALE: tl.constexpr,
     SCALE: tl.constexpr,
     BLOCK_H: tl.constexpr,
+    AT_ONCE: tl.constexpr,
 ):
     token = tl.program_id(0).to(tl.int64)
     h_H = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
     inside_H = h_H < H
     sum_H = tl.zeros([BLOCK_H], tl.float32)
-    for k in tl.static_range(K):
-        row = tl.load(row_of_ptr + token * K + k).to(tl.int64)
-        weight = tl.load(weights_ptr + token * K + k)
-        y_H = tl.load(y_ptr + row * H + h_H, mask=h_H < tl.where(row >= 0, H, 0), other=0.0).to(tl.float32)
-        if WEIGHT_ON_INPUT:
-            term_H = y_H
-        else:
-            term_H = weight * y_H
-        # Selected, not multiplied away: a slot without a row may hold any weight.
-        term_H = tl.where(row >= 0, term_H, 0.0)
-        if x_ptr is not None:
-            zero_expert = (row < 0) & (tl.load(ids_ptr + token * K + k) >= 0)
-            x_ptrs = x_ptr + token * x_stride + h_H
-            x_H = tl.load(x_ptrs, mask=h_H < tl.where(zero_expert, H, 0), other=0.0).to(tl.float32)
-            term_H = tl.where(zero_expert, weight * x_H, term_H)
-        sum_H += term_H
+    # Loads first, the sum after them: some rows' are under way at once, and their numbers' before them.
+    for first in tl.static_range(0, K, AT_ONCE):
+        rows = ()
+        weights = ()
+        for k in tl.static_range(first, min(K, first + AT_ONCE)):
+            rows += (tl.load(row_of_ptr + token * K + k).to(tl.int64),)
+            weights += (tl.load(weights_ptr + token * K + k),)
+        ys_H = ()
+        for k in tl.static_range(min(K - first, AT_ONCE)):
+            in_row_H = h_H < tl.where(rows[k] >= 0, H, 0)
+            ys_H += (tl.load(y_ptr + rows[k] * H + h_H, mask=in_row_H, other=0.0),)
+        for k in tl.static_range(min(K - first, AT_ONCE)):
+            row, weight, y_H = rows[k], weights[k], ys_H[k].to(tl.float32)
+            if WEIGHT_ON_INPUT:
+                term_H = y_H
+            else:
+                term_H = weight * y_H
+            # Selected, not multiplied away: a slot without a row may hold any weight.
+            term_H = tl.where(row >= 0, term_H, 0.0)
+            if x_ptr is not None:
+                zero_expert = (row < 0) & (tl.load(ids_ptr + token * K + first + k) >= 0)
+                x_ptrs = x_ptr + token * x_stride + h_H
+                x_H = tl.load(x_ptrs, mask=h_H < tl.where(zero_expert, H, 0), other=0.0).to(tl.float32)
+                term_H = tl.where(zero_expert, weight * x_H, term_H)
+            sum_H += term_H
     if ROUTED_SCALE != 1.0:
         sum_H *= ROUTED_SCALE
     if shared_ptr is not None:

@@ -183,19 +183,19 @@ def order_chunk(
             total_E += _counts(more_N, E, E_PAD)
             more += BLOCK
     else:
-        total_CE = tl.zeros([COUNT_ROWS, E_PAD], tl.int32)
-        before_CE = tl.zeros([COUNT_ROWS, E_PAD], tl.int32)
+        total_E = tl.zeros([E_PAD], tl.int32)
+        before_E = tl.zeros([E_PAD], tl.int32)
         first = 0
         while first < num_chunks:
-            c_C = first + tl.arange(0, COUNT_ROWS)
-            there_CE = (c_C < num_chunks)[:, None] & (e_E < E)[None, :]
-            count_ptrs = counts_ptr + c_C[:, None] * E + e_E[None, :]
-            counts_CE = tl.load(count_ptrs, mask=there_CE, other=0, cache_modifier=".cg")
-            total_CE += counts_CE
-            before_CE += tl.where((c_C < index)[:, None], counts_CE, 0)
+            rows_E = ()  # loads first, so that all are under way at once
+            for row in tl.static_range(COUNT_ROWS):
+                there_E = e_E < tl.where(first + row < num_chunks, E, 0)
+                count_ptrs = counts_ptr + (first + row) * E + e_E
+                rows_E += (tl.load(count_ptrs, mask=there_E, other=0, cache_modifier=".cg"),)
+            for row in tl.static_range(COUNT_ROWS):
+                total_E += rows_E[row]
+                before_E += tl.where(first + row < index, rows_E[row], 0)
             first += COUNT_ROWS
-        total_E = tl.sum(total_CE, axis=0)
-        before_E = tl.sum(before_CE, axis=0)
 
     first_E = tl.cumsum(total_E, 0) - total_E
     num_rows = tl.sum(total_E)

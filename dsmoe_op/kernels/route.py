@@ -4,10 +4,10 @@ Programs that produce (choose a token's experts, or count a chunk's slots) come 
 them; for the order of all chunks everything that is produced has to be there:
 
 - One chunk: the producer that arrives last orders it. Nobody waits.
-- Several: the programs that order them wait until all producers have arrived. Producers never wait, so it ends if they
-  get to run: at most 128 programs wait, and a GPU that holds more programs at once than wait on it always has room for a
-  producer, in whatever order it starts them. An H200 holds some thousands of these; a few hundred is the least that any
-  GPU with wgmma or mma holds (16 for each of tens of multiprocessors).
+- Several: the programs that order them wait until all producers have arrived. Producers never wait, so this ends if
+  they get to run. They do: there are at most 64 programs that wait, and a GPU holds more programs of this kernel at once
+  (4 and more on each multiprocessor, by their registers), so those that wait never fill it, in whatever order it starts
+  programs; and GPUs start them by ascending number, here producers first.
 
 The counter of arrivals begins at zero, which an earlier launch of the call sees to.
 """
@@ -208,7 +208,9 @@ def _launch(
     chunks = args.get("num_chunks", 0)
     programs = producers + (chunks if chunks > 1 or not producers else 0)
     E_pad = max(32, triton.next_power_of_2(E))
-    num_warps = block.num_warps if max(E_pad, meta.get("GROUPS_PAD", 1) * meta.get("MEMBERS_PAD", 1)) <= 1024 else 4
+    # More than a warp where its registers would not do.
+    widest = max(E_pad if chunks else 1, meta.get("GROUPS_PAD", 1) * meta.get("MEMBERS_PAD", 1))
+    num_warps = block.num_warps if widest <= (512 if chunks else 1024) else 4
     meta = {
         "CHOOSES": "logits_ptr" in args,
         "ORDERS": chunks > 0,
@@ -220,7 +222,7 @@ def _launch(
         "Z": Z,
         "BLOCK": block.slots,
         # As many loads at once as registers allow.
-        "COUNT_ROWS": max(1, min(16, 1024 * num_warps // E_pad)),
+        "COUNT_ROWS": max(2, min(16, 1024 * num_warps // E_pad)),
         "num_warps": num_warps,
     }
     launch(_route, (programs,), tuple(args.get(name, other) for name, other in _ARGUMENTS), meta, warmup=warmup)
@@ -399,7 +401,7 @@ def _route(
                     tl.atomic_add(
                         counters_ptr + FIRST_COUNT + chunk_K * E + experts_K, 1, mask=has_row_K, sem="relaxed"
                     )
-            elif counters_ptr is not None:
+            elif counters_ptr is not None:  # noqa: SIM102 (the compiler decides the outer one)
                 if program == 0:
                     tl.store(counters_ptr, 0)
         else:
@@ -428,12 +430,12 @@ def _route(
                 arrived = producers
             if arrived == producers and num_chunks == 1:
                 chunk = 0
-    elif ORDERS:
+    elif ORDERS:  # noqa: SIM102
         if producers > 0:
             while tl.atomic_add(counters_ptr, 0, sem="acquire") < producers:
                 pass
 
-    if ORDERS:
+    if ORDERS:  # noqa: SIM102
         if chunk >= 0:
             tl.debug_barrier()
             order_chunk(

@@ -85,7 +85,7 @@ _ROUTER: dict[str, Table] = {
         (1024, Tile(64, 64, 128, 4, 3)),
         (ALL, Tile(128, 128, 64, 8, 3)),
     ),
-    "split": ((16, Tile(16, 16, 256, 4, 3)), (64, Tile(16, 32, 128, 4, 4)), (ALL, Tile(64, 64, 64, 4, 3))),
+    "split": ((16, Tile(16, 16, 128, 4, 4)), (64, Tile(16, 32, 128, 4, 4)), (ALL, Tile(64, 64, 64, 4, 3))),
     "tf32x3": ((16, Tile(16, 16, 128, 4, 3)), (64, Tile(16, 32, 128, 4, 3)), (ALL, Tile(64, 64, 32, 4, 3))),
     "ieee": ((64, Tile(16, 16, 64, 4, 4)), (ALL, Tile(32, 64, 32, 4, 3))),
 }
@@ -141,7 +141,7 @@ def router_variants(product: str) -> tuple[Tile, ...]:
 
 
 def splits_variant(splits: int) -> int:
-    """The number of partial sums that a kernel is compiled for which adds up to so many; few, since each is compiled."""
+    """For how many partial sums the kernel that adds them is compiled, at least so many: few numbers."""
     return next(variant for variant in _SPLITS if splits <= variant)
 
 
