@@ -1,41 +1,57 @@
-"""The layer on CUDA: allocates the named buffers of a call, then lets `schedule.execute` issue the kernels on them."""
+"""The layer on CUDA: the named buffers of a call, and `schedule.execute` to issue the kernels on them.
+
+The first call with certain shapes, strides, dtypes and alignments makes a `_Plan`: the steps of its schedule, and each
+launch with its binary, grid and constants. The call, like all later ones, then allocates, fills addresses into the
+plan's table, and issues.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from dsmoe_op import kernels, streams
 from dsmoe_op import schedule as schedules
-from dsmoe_op.checks import LAYER_FIELDS, Dims, Layer, Routing
+from dsmoe_op.checks import LAYER_FIELDS, Checked, Dims, Layer, Routing
 from dsmoe_op.config import MoEConfig
 
 
-def moe(layer: Layer, dims: Dims, config: MoEConfig, schedule: str) -> Tensor:
+def moe(layer: Layer, call: Checked) -> Tensor:
     """The whole layer; output like hidden_states."""
-    out = layer.hidden_states.new_empty(layer.hidden_states.shape)
-    if dims.T:
-        with _on_device(out.device):
-            call = _Call(layer, dims, config, out.view(dims.T, dims.H))
-            call.run(schedule)
+    x = layer.hidden_states
+    out = x.new_empty(x.shape)
+    if call.dims.T:
+        _run(layer, call, (out,))
     return out
 
 
-def moe_unfinalized(layer: Layer, dims: Dims, config: MoEConfig, schedule: str) -> tuple[Tensor, ...]:
+def moe_unfinalized(layer: Layer, call: Checked) -> tuple[Tensor, ...]:
     """y, topk_ids, topk_weights, row_of, shared ([0, H] without a shared expert)."""
-    x = layer.hidden_states
-    if not dims.T:
-        slots = (0, dims.K)
-        ids, weights = x.new_empty(slots, dtype=torch.int32), x.new_empty(slots, dtype=torch.float32)
-        return x.new_empty((0, dims.H)), ids, weights, torch.empty_like(ids), x.new_empty((0, dims.H))
-    with _on_device(x.device):
-        call = _Call(layer, dims, config, None)
-        call.run(schedule)
-    return call.y, call.slot_ids, call.slot_weights, call.row_of, call.shared
+    dims = call.dims
+    x, slots = layer.hidden_states, (dims.T, dims.K)
+    pieces = (
+        x.new_empty((dims.T * dims.K, dims.H)),
+        x.new_empty(slots, dtype=torch.int32),
+        x.new_empty(slots, dtype=torch.float32),
+        x.new_empty(slots, dtype=torch.int32),
+        x.new_empty((dims.T if dims.S else 0, dims.H)),
+    )
+    if dims.T:
+        _run(layer, call, pieces)
+    return pieces
+
+
+def prepare(layer: Layer, call: Checked) -> None:
+    """All that the first call would do but launch, and the side stream."""
+    with _on_device(layer.hidden_states.device):
+        _plan_of(layer, call, finalized=True)
+        streams.lanes(layer.hidden_states.device.index)
 
 
 def finalize(
@@ -92,63 +108,220 @@ def route(routing: Routing, T: int, num_logits: int, config: MoEConfig) -> tuple
     return ids, weights
 
 
+# --- one call -------------------------------------------------------------------------------------------------------
+
+
+def _run(layer: Layer, call: Checked, outputs: tuple[Tensor, ...]) -> None:
+    """Runs the layer into its outputs: `out` alone, or the pieces of an unfinalized one.
+
+    The tensors made here live until all is issued and the streams are joined. All are of the caller's stream, so what
+    takes their memory next comes after.
+    """
+    x = layer.hidden_states
+    device = x.device
+    with _on_device(device):
+        plan = _plan_of(layer, call, finalized=len(outputs) == 1)
+        if plan.copied:
+            layer = _normalised(layer, call.dims, plan.copied)
+        inputs = [t for t in layer if t is not None]
+        workspace = torch.empty(plan.size, dtype=torch.uint8, device=device)
+        if plan.on_tensors:
+            table: list[Any] = [*inputs, *_carve(workspace, plan.buffers), *outputs, *plan.constants]
+        else:
+            base = workspace.data_ptr()
+            returned = [t.data_ptr() for t in outputs]
+            if any(address % 16 for address in (base, *returned)):  # binaries may count on it
+                raise RuntimeError("expected memory aligned to 16 bytes from PyTorch's allocator")
+            table = [t.data_ptr() for t in inputs]
+            table += [base + offset for offset in plan.offsets]
+            table += returned
+            table += plan.constants
+        schedules.execute(plan.steps, functools.partial(plan.issue, table), device)
+
+
+class _Buffer(NamedTuple):
+    """One of a call's buffers, at a place of its own in the workspace."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    offset: int
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+_ALIGNMENT = 256
+"""Bytes. Triton asks for 16, TMA for 128, and a line of the L2 cache has 128."""
+
+
+class _Plan:
+    """What calls of one kind have in common. It holds no tensor, no buffer and no stream.
+
+    Attributes:
+        steps: of the schedule.
+        copied: names of the inputs that kernels take contiguous and the caller gives otherwise.
+        buffers, offsets, size: of the workspace.
+        constants: the end of the launches' table, after inputs, buffers and outputs.
+        on_tensors: whether the table holds tensors and not their addresses.
+    """
+
+    __slots__ = ("_launches", "buffers", "constants", "copied", "offsets", "on_tensors", "size", "steps")
+
+    def __init__(self, layer: Layer, call: Checked, finalized: bool, allow_tf32: bool) -> None:
+        dims, config = call.dims, call.config
+        present = frozenset(n for n in schedules.OPTIONAL if getattr(layer, n) is not None)
+        resolved = schedules.resolve(call.schedule, has_shared=dims.S > 0)
+        zero_experts = config.num_zero_experts > 0
+        self.steps = schedules.plan(resolved, present, zero_experts=zero_experts, finalized=finalized)
+        inside, outputs = _buffers(layer, dims, config, finalized)
+        self.buffers, self.size = _laid_out(inside)
+        self.offsets = tuple(buffer.offset for buffer in self.buffers)
+
+        given = _normalised(layer, dims, LAYER_FIELDS)
+        self.copied = tuple(name for name in LAYER_FIELDS if _is_copy(getattr(given, name), getattr(layer, name)))
+        # Kernels are chosen for the buffers by shape and dtype, so that these need no memory here.
+        buffers = {
+            name: torch.empty(shape, dtype=dtype, device="meta") for name, shape, dtype in (*inside, *outputs)
+        }
+        one = _Call(given, dims, config, buffers, allow_tf32)
+        _prepare(one.kind(resolved, finalized), functools.partial(one.issue_all, self.steps))
+
+        recording = kernels.Recording([*(t for t in given if t is not None), *buffers.values()])
+        self._launches: dict[str, list[kernels.Bound | kernels.Direct]] = {}
+        for step in self.steps:
+            if isinstance(step, schedules.Launch):
+                with recording as launches:
+                    one.issue(step.name)
+                self._launches[step.name] = launches
+        self.constants = recording.constants
+        self.on_tensors = any(isinstance(one, kernels.Direct) for some in self._launches.values() for one in some)
+
+    def issue(self, table: kernels.Table, name: str, stream: int | None) -> None:
+        """Issues the launch of that name on the stream of that handle."""
+        for launch in self._launches[name]:
+            launch(table, stream)
+
+
+_PLANS = 64
+"""Plans of one `Checked`: a few alignments and settings."""
+
+
+def _plan_of(layer: Layer, call: Checked, *, finalized: bool) -> _Plan:
+    """The plan for these tensors. Its key and `checks.checked`'s together are all that host and kernels look at."""
+    x = layer.hidden_states
+    allow_tf32 = x.dtype == torch.float32 and torch.backends.cuda.matmul.fp32_precision == "tf32"
+    key = (finalized, allow_tf32, *[t is not None and t.data_ptr() % 16 == 0 for t in layer])
+    plan = call.plans.get(key)
+    if plan is None:
+        plan = _Plan(layer, call, finalized, allow_tf32)
+        if len(call.plans) >= _PLANS:
+            call.plans.clear()
+        call.plans[key] = plan
+    return plan
+
+
+Spec = tuple[str, tuple[int, ...], torch.dtype]
+
+
+def _buffers(layer: Layer, dims: Dims, config: MoEConfig, finalized: bool) -> tuple[list[Spec], list[Spec]]:
+    """Name, shape and dtype of the buffers in the workspace, and of the tensors that the call returns."""
+    T, H, E, K, I, S, E_routing = dims
+    x, i32, f32 = layer.hidden_states.dtype, torch.int32, torch.float32
+    inside: list[Spec] = []
+    if layer.topk_ids is None:
+        inside += [("chosen_ids", (T, K), i32), ("chosen_weights", (T, K), f32)]
+        if layer.router_logits is None:
+            inside.append(("logits", (T, E_routing + config.num_zero_experts), f32))
+    inside += [("offsets", (E + 1,), i32), ("sorted_slot", (T * K,), i32), ("h", (T * K, I), x)]
+    if layer.shared_gate is not None:
+        inside.append(("gate", (T,), f32))
+    inside.append(("shared_h", (T if S else 0, S), x))
+    pieces: list[Spec] = [
+        ("y", (T * K, H), x),
+        ("slot_ids", (T, K), i32),
+        ("slot_weights", (T, K), f32),
+        ("row_of", (T, K), i32),
+        ("shared", (T if S else 0, H), x),
+    ]
+    return (inside + pieces, [("out", (T, H), x)]) if finalized else (inside, pieces)
+
+
+def _laid_out(specs: list[Spec]) -> tuple[tuple[_Buffer, ...], int]:
+    """The buffers one after another, and the bytes that they take."""
+    buffers, size = [], 0
+    for spec in specs:
+        buffers.append(_Buffer(*spec, offset=size))
+        size += -(-buffers[-1].nbytes // _ALIGNMENT) * _ALIGNMENT
+    return tuple(buffers), size
+
+
+def _carve(workspace: Tensor, buffers: tuple[_Buffer, ...]) -> list[Tensor]:
+    return [workspace[b.offset : b.offset + b.nbytes].view(b.dtype).view(b.shape) for b in buffers]
+
+
+def _normalised(layer: Layer, dims: Dims, names: tuple[str, ...]) -> Layer:
+    """The inputs of those names as kernels take them, a copy only where no view is so; each an object of its own."""
+    widths = {"hidden_states": dims.H}
+    if layer.router_logits is not None:
+        widths["router_logits"] = layer.router_logits.shape[1]
+    new: dict[str, Tensor] = {}
+    for name in names:
+        t = getattr(layer, name)
+        if t is not None:
+            t = t.detach()  # one tensor may come under two names, and the next call may give two
+            new[name] = _rows(t, widths[name]) if name in widths else t.contiguous() if name in _CONTIGUOUS else t
+    return layer._replace(**new)
+
+
+def _is_copy(a: Tensor | None, b: Tensor | None) -> bool:
+    return a is not None and b is not None and a.data_ptr() != b.data_ptr()
+
+
 class _Call:
-    """The buffers of one call, and a method for each launch of a schedule, which issues it on the current stream."""
+    """The tensors of one call, and a method for each launch of a schedule, which issues it on the current stream.
 
-    def __init__(self, layer: Layer, dims: Dims, config: MoEConfig, out: Tensor | None) -> None:
-        self.layer, self.dims, self.config, self.out = layer, dims, config, out
+    Args:
+        layer: its inputs as `_normalised` leaves them.
+        buffers: what `_buffers` names.
+    """
+
+    def __init__(
+        self, layer: Layer, dims: Dims, config: MoEConfig, buffers: dict[str, Tensor], allow_tf32: bool = False
+    ) -> None:
+        self.layer, self.dims, self.config, self.allow_tf32 = layer, dims, config, allow_tf32
         self.warmup = False
-        T, H, E, K, I, S, E_routing = dims
-        x = layer.hidden_states
-        self.x = _rows(x, H)
-        self.allow_tf32 = x.dtype == torch.float32 and torch.backends.cuda.matmul.fp32_precision == "tf32"
+        self.x = layer.hidden_states
         self.num_valid_tokens = layer.num_valid_tokens
-        self.correction_bias = _contiguous(layer.correction_bias)
-        self.router_bias = _contiguous(layer.router_bias)
-        self.w13_bias, self.w2_bias = _contiguous(layer.w13_bias), _contiguous(layer.w2_bias)
-        self.expert_map, self.shared_gate = _contiguous(layer.expert_map), _contiguous(layer.shared_gate)
-
-        def buffer(*shape: int, dtype: torch.dtype = x.dtype) -> Tensor:
-            return torch.empty(shape, dtype=dtype, device=x.device)
-
+        self.correction_bias, self.router_bias = layer.correction_bias, layer.router_bias
+        self.w13_bias, self.w2_bias = layer.w13_bias, layer.w2_bias
+        self.expert_map, self.shared_gate = layer.expert_map, layer.shared_gate
         if layer.topk_ids is not None and layer.topk_weights is not None:
             self.chosen_ids, self.chosen_weights = layer.topk_ids, layer.topk_weights
         else:
-            self.chosen_ids = buffer(T, K, dtype=torch.int32)
-            self.chosen_weights = buffer(T, K, dtype=torch.float32)
-            if layer.router_logits is not None:
-                self.logits = _rows(layer.router_logits, layer.router_logits.shape[1])
-            else:
-                self.logits = buffer(T, E_routing + config.num_zero_experts, dtype=torch.float32)
-        self.offsets = buffer(E + 1, dtype=torch.int32)
-        self.sorted_slot = buffer(T * K, dtype=torch.int32)
-        self.row_of = buffer(T, K, dtype=torch.int32)
-        self.slot_ids = buffer(T, K, dtype=torch.int32)
-        self.slot_weights = buffer(T, K, dtype=torch.float32)
-        self.h, self.y = buffer(T * K, I), buffer(T * K, H)
-        self.gate_T = buffer(T, dtype=torch.float32) if layer.shared_gate is not None else None
-        self.shared_h = buffer(T if S else 0, S)
-        self.shared = buffer(T if S else 0, H)
+            self.chosen_ids, self.chosen_weights = buffers["chosen_ids"], buffers["chosen_weights"]
+            self.logits = buffers["logits"] if layer.router_logits is None else layer.router_logits
+        self.offsets, self.sorted_slot, self.row_of = buffers["offsets"], buffers["sorted_slot"], buffers["row_of"]
+        self.slot_ids, self.slot_weights = buffers["slot_ids"], buffers["slot_weights"]
+        self.h, self.y = buffers["h"], buffers["y"]
+        self.gate_T, self.out = buffers.get("gate"), buffers.get("out")
+        self.shared_h, self.shared = buffers["shared_h"], buffers["shared"]
 
-    def run(self, schedule: str) -> None:
+    def kind(self, resolved: str, finalized: bool) -> tuple[object, ...]:
+        """All that the kernels of this call are specialised on, whatever its T."""
         layer = self.layer
-        resolved = schedules.resolve(schedule, has_shared=self.dims.S > 0)
-        present = frozenset(n for n in schedules.OPTIONAL if getattr(layer, n) is not None)
-        steps = schedules.plan(
-            resolved, present, zero_experts=self.config.num_zero_experts > 0, finalized=self.out is not None
-        )
-        weights = (getattr(layer, name) for name in LAYER_FIELDS if name not in _ROWS)
-        rows = (self.logits if name == "router_logits" else getattr(layer, name) for name in _ROWS if name in present)
-        kinds = (*map(_rows_kind, (self.x, *rows)), *map(_weight_kind, weights))
-        kind = (resolved, self.config.key, self.dims[1:], self.out is not None, self.x.device, self.allow_tf32)
-        _prepare((*kind, *kinds), functools.partial(self._issue_all, steps))
-        schedules.execute(steps, self.issue, layer.hidden_states.device)
+        weights = [getattr(layer, name) for name in LAYER_FIELDS if name not in _ROWS]
+        rows = [getattr(layer, name) for name in _ROWS]
+        kinds = (*(None if t is None else _rows_kind(t) for t in rows), *map(_weight_kind, weights))
+        key, device = self.config.key, self.x.device
+        return (resolved, key, self.dims[1:], finalized, device, self.allow_tf32, *kinds)
 
     def issue(self, name: str) -> None:
         """Issues the launch of that name on the current stream."""
         getattr(self, "_" + name)()
 
-    def _issue_all(self, steps: tuple[schedules.Step, ...], *, warmup: bool) -> None:
+    def issue_all(self, steps: tuple[schedules.Step, ...], *, warmup: bool) -> None:
         self.warmup = warmup
         for step in steps:
             if isinstance(step, schedules.Launch):
@@ -264,6 +437,9 @@ class _Call:
 _ROWS = ("hidden_states", "router_logits", "topk_ids", "topk_weights")
 """Arguments with a row for each token."""
 
+_CONTIGUOUS = ("router_bias", "correction_bias", "w13_bias", "w2_bias", "shared_gate", "expert_map")
+"""Arguments that kernels take contiguous."""
+
 _prepared: set[tuple[object, ...]] = set()
 """Kinds of call whose kernels are compiled and loaded: a cache alone, no buffer and no stream."""
 
@@ -301,11 +477,9 @@ def _contiguous(t: Tensor | None) -> Tensor | None:
     return None if t is None else t.contiguous()
 
 
-@contextlib.contextmanager
-def _on_device(device: torch.device) -> Iterator[None]:
-    """The device guard: Triton launches on the current device, whatever its arguments are on."""
-    if device.index == torch.cuda.current_device():
-        yield
-    else:
-        with torch.cuda.device(device):
-            yield
+def _on_device(device: torch.device) -> contextlib.AbstractContextManager[object]:
+    """The device guard: launches are made on the current device, whatever their arguments are on."""
+    return _AS_IT_IS if device.index == torch.cuda.current_device() else torch.cuda.device(device)
+
+
+_AS_IT_IS = contextlib.nullcontext()

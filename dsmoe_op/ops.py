@@ -27,6 +27,7 @@ from dsmoe_op.config import MoEConfig
 _lib = torch.library.Library("dsmoe", "DEF")
 
 _TENSORS = LAYER_FIELDS[:16]
+_COUNT = len(_TENSORS)
 _REQUIRED = ("hidden_states", "w13", "w2")
 _LAYER_SCHEMA = ", ".join(
     [*(f"Tensor {n}" if n in _REQUIRED else f"Tensor? {n}" for n in _TENSORS)]
@@ -265,22 +266,26 @@ def _backend(x: Tensor) -> ModuleType:
     return cpu
 
 
+def _layer(args: tuple[Any, ...]) -> Layer:
+    """The tensors among an op's arguments, which come without the last ones that have their defaults."""
+    return Layer._make(args[:_COUNT] + args[_COUNT + 2 :] + (None,) * (len(LAYER_FIELDS) + 2 - len(args)))
+
+
 def _split(args: tuple[Any, ...]) -> tuple[Layer, MoEConfig, str]:
-    count = len(_TENSORS)
-    key, schedule = args[count : count + 2]
-    return Layer(*args[:count], *args[count + 2 :]), MoEConfig.from_key(key), schedule
+    key, schedule = args[_COUNT : _COUNT + 2]
+    return _layer(args), MoEConfig.from_key(key), schedule
 
 
 def _moe(*args: Any) -> Tensor:
-    layer, config, schedule = _split(args)
-    dims = checks.check_layer(layer, config, schedule)
-    return _backend(layer.hidden_states).moe(layer, dims, config, schedule)
+    layer = _layer(args)
+    call = checks.checked(layer, args[_COUNT], args[_COUNT + 1])
+    return _backend(layer.hidden_states).moe(layer, call)
 
 
 def _moe_unfinalized(*args: Any) -> tuple[Tensor, ...]:
-    layer, config, schedule = _split(args)
-    dims = checks.check_layer(layer, config, schedule)
-    return _backend(layer.hidden_states).moe_unfinalized(layer, dims, config, schedule)
+    layer = _layer(args)
+    call = checks.checked(layer, args[_COUNT], args[_COUNT + 1])
+    return _backend(layer.hidden_states).moe_unfinalized(layer, call)
 
 
 def _finalize(*args: Any) -> Tensor:

@@ -72,8 +72,9 @@ class Run:
         self.layer = Layer(**{name: given.get(name) for name in LAYER_FIELDS})
         config = args["config"]
         dims = checks.check_layer(self.layer, config, schedule)
-        out = torch.empty(dims.T, dims.H, dtype=x.dtype) if finalized else None
-        self.call = cuda._Call(self.layer, dims, config, out)
+        specs = itertools.chain(*cuda._buffers(self.layer, dims, config, finalized))
+        buffers = {name: torch.empty(shape, dtype=dtype) for name, shape, dtype in specs}
+        self.call = cuda._Call(cuda._normalised(self.layer, dims, LAYER_FIELDS), dims, config, buffers)
         self.inputs = tensors_of(x, args)
         resolved = schedules.resolve(schedule, has_shared=dims.S > 0)
         present = frozenset(self.inputs) & schedules.OPTIONAL

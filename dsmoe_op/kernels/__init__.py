@@ -9,11 +9,15 @@ from dsmoe_op.kernels.choose import choose
 from dsmoe_op.kernels.finalize import finalize
 from dsmoe_op.kernels.gate import shared_gate
 from dsmoe_op.kernels.gemm import gemm1, gemm2
-from dsmoe_op.kernels.launch import compile_together, row_stride
+from dsmoe_op.kernels.launch import Bound, Direct, Recording, Table, compile_together, row_stride
 from dsmoe_op.kernels.router import router_logits
 from dsmoe_op.kernels.sort import sort_rows
 
 __all__ = [
+    "Bound",
+    "Direct",
+    "Recording",
+    "Table",
     "choose",
     "compile_together",
     "finalize",
