@@ -96,18 +96,20 @@ _CHECKED_CALLS = 4096
 _checked: dict[tuple[Any, ...], Checked] = {}
 
 
-def checked(layer: Layer, key: str, schedule: str) -> Checked:
+def checked(tensors: tuple[Tensor | None, ...], key: str, schedule: str) -> Checked:
     """`check_layer` for real tensors, done once for each set of shapes, strides, dtypes and devices.
 
     Nothing else of a tensor is checked. Sizes of fake tensors may be symbolic, so their checks are made each time.
 
     Args:
+        tensors: the first fields of a `Layer`; the others are None.
         key: of the call's config.
     """
-    kind = (key, schedule, *[None if t is None else (t.shape, t.stride(), t.dtype, t.device) for t in layer])
+    kind = (key, schedule, *[None if t is None else (t.shape, t.stride(), t.dtype, t.device) for t in tensors])
     found = _checked.get(kind)
     if found is None:
         config = MoEConfig.from_key(key)
+        layer = Layer(*tensors)  # type: ignore[arg-type]
         found = Checked(check_layer(layer, config, schedule), config, schedule)
         if len(_checked) >= _CHECKED_CALLS:
             _checked.pop(next(iter(_checked)), None)  # another thread may have taken it

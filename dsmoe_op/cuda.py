@@ -50,7 +50,7 @@ def moe_unfinalized(layer: Layer, call: Checked) -> tuple[Tensor, ...]:
 def prepare(layer: Layer, call: Checked) -> None:
     """All that the first call would do but launch, and the side stream."""
     with _on_device(layer.hidden_states.device):
-        _plan_of(layer, call, finalized=True)
+        _plan_of(layer, call, _addresses(layer), finalized=True)
         streams.lanes(layer.hidden_states.device.index)
 
 
@@ -120,22 +120,22 @@ def _run(layer: Layer, call: Checked, outputs: tuple[Tensor, ...]) -> None:
     x = layer.hidden_states
     device = x.device
     with _on_device(device):
-        plan = _plan_of(layer, call, finalized=len(outputs) == 1)
+        addresses = _addresses(layer)
+        plan = _plan_of(layer, call, addresses, finalized=len(outputs) == 1)
         if plan.copied:
             layer = _normalised(layer, call.dims, plan.copied)
-        inputs = [t for t in layer if t is not None]
+            addresses = _addresses(layer)
         workspace = torch.empty(plan.size, dtype=torch.uint8, device=device)
         if plan.on_tensors:
-            table: list[Any] = [*inputs, *_carve(workspace, plan.buffers), *outputs, *plan.constants]
+            inputs = [t for t in _normalised(layer, call.dims, LAYER_FIELDS) if t is not None]
+            buffers = _carve(workspace, plan.buffers)
+            table: list[Any] = [*inputs, *buffers, *_as_kernels_see(outputs, call.dims), *plan.constants]
         else:
             base = workspace.data_ptr()
             returned = [t.data_ptr() for t in outputs]
             if any(address % 16 for address in (base, *returned)):  # binaries may count on it
                 raise RuntimeError("expected memory aligned to 16 bytes from PyTorch's allocator")
-            table = [t.data_ptr() for t in inputs]
-            table += [base + offset for offset in plan.offsets]
-            table += returned
-            table += plan.constants
+            table = [*addresses, *[base + offset for offset in plan.offsets], *returned, *plan.constants]
         schedules.execute(plan.steps, functools.partial(plan.issue, table), device)
 
 
@@ -182,9 +182,7 @@ class _Plan:
         given = _normalised(layer, dims, LAYER_FIELDS)
         self.copied = tuple(name for name in LAYER_FIELDS if _is_copy(getattr(given, name), getattr(layer, name)))
         # Kernels are chosen for the buffers by shape and dtype, so that these need no memory here.
-        buffers = {
-            name: torch.empty(shape, dtype=dtype, device="meta") for name, shape, dtype in (*inside, *outputs)
-        }
+        buffers = {name: torch.empty(shape, dtype=dtype, device="meta") for name, shape, dtype in (*inside, *outputs)}
         one = _Call(given, dims, config, buffers, allow_tf32)
         _prepare(one.kind(resolved, finalized), functools.partial(one.issue_all, self.steps))
 
@@ -208,16 +206,20 @@ _PLANS = 64
 """Plans of one `Checked`: a few alignments and settings."""
 
 
-def _plan_of(layer: Layer, call: Checked, *, finalized: bool) -> _Plan:
+def _addresses(layer: Layer) -> list[int]:
+    return [t.data_ptr() for t in layer if t is not None]
+
+
+def _plan_of(layer: Layer, call: Checked, addresses: list[int], *, finalized: bool) -> _Plan:
     """The plan for these tensors. Its key and `checks.checked`'s together are all that host and kernels look at."""
     x = layer.hidden_states
     allow_tf32 = x.dtype == torch.float32 and torch.backends.cuda.matmul.fp32_precision == "tf32"
-    key = (finalized, allow_tf32, *[t is not None and t.data_ptr() % 16 == 0 for t in layer])
+    key = (finalized, allow_tf32, *[address % 16 == 0 for address in addresses])
     plan = call.plans.get(key)
     if plan is None:
         plan = _Plan(layer, call, finalized, allow_tf32)
         if len(call.plans) >= _PLANS:
-            call.plans.clear()
+            call.plans.clear()  # rather than to count uses at each call
         call.plans[key] = plan
     return plan
 
@@ -255,6 +257,10 @@ def _laid_out(specs: list[Spec]) -> tuple[tuple[_Buffer, ...], int]:
         buffers.append(_Buffer(*spec, offset=size))
         size += -(-buffers[-1].nbytes // _ALIGNMENT) * _ALIGNMENT
     return tuple(buffers), size
+
+
+def _as_kernels_see(outputs: tuple[Tensor, ...], dims: Dims) -> tuple[Tensor, ...]:
+    return (outputs[0].view(dims.T, dims.H),) if len(outputs) == 1 else outputs
 
 
 def _carve(workspace: Tensor, buffers: tuple[_Buffer, ...]) -> list[Tensor]:

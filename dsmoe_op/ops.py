@@ -138,7 +138,7 @@ def dual_stream_moe(
         expert_map,
     )
     _check_tensors(tensors)
-    return torch.ops.dsmoe.moe_v1.default(*tensors, _key(config), schedule)
+    return _call(torch.ops.dsmoe.moe_v1.default, *tensors, _key(config), schedule)
 
 
 def dual_stream_moe_unfinalized(
@@ -185,7 +185,7 @@ def dual_stream_moe_unfinalized(
         expert_map,
     )
     _check_tensors(tensors)
-    pieces = torch.ops.dsmoe.moe_unfinalized_v1.default(*tensors, _key(config), schedule)
+    pieces = _call(torch.ops.dsmoe.moe_unfinalized_v1.default, *tensors, _key(config), schedule)
     y, topk_ids, topk_weights, row_of, shared = pieces
     return Unfinalized(y, topk_ids, topk_weights, row_of, None if shared_w13 is None else shared)
 
@@ -241,9 +241,22 @@ def route(
 
 def _check_tensors(tensors: tuple[object, ...]) -> None:
     """What the dispatcher would refuse in words of its own."""
-    for name, tensor in zip(_TENSORS, tensors, strict=True):
-        if not isinstance(tensor, Tensor) and (tensor is not None or name in _REQUIRED):
-            raise ValueError(f"{name}: expected a tensor, got {type(tensor).__name__}")
+    for i, tensor in enumerate(tensors):
+        if not isinstance(tensor, Tensor) and (tensor is not None or _TENSORS[i] in _REQUIRED):
+            raise ValueError(f"{_TENSORS[i]}: expected a tensor, got {type(tensor).__name__}")
+
+
+def _call(op: Any, *args: Any) -> Any:
+    """op(*args), past the op's Python kernel for autograd where that would only pass the call on."""
+    if (
+        torch.compiler.is_compiling()
+        or torch.autograd.forward_ad._current_level >= 0
+        or torch._C._are_functorch_transforms_active()
+        or (torch.is_grad_enabled() and any(t.requires_grad for t in args if isinstance(t, Tensor)))
+    ):
+        return op(*args)
+    with torch._C._AutoDispatchBelowAutograd():
+        return op(*args)
 
 
 def _key(config: MoEConfig) -> str:
@@ -266,25 +279,29 @@ def _backend(x: Tensor) -> ModuleType:
     return cpu
 
 
-def _layer(args: tuple[Any, ...]) -> Layer:
+def _tensors(args: tuple[Any, ...]) -> tuple[Tensor | None, ...]:
     """The tensors among an op's arguments, which come without the last ones that have their defaults."""
-    return Layer._make(args[:_COUNT] + args[_COUNT + 2 :] + (None,) * (len(LAYER_FIELDS) + 2 - len(args)))
+    return args[:_COUNT] + args[_COUNT + 2 :]
 
 
 def _split(args: tuple[Any, ...]) -> tuple[Layer, MoEConfig, str]:
     key, schedule = args[_COUNT : _COUNT + 2]
-    return _layer(args), MoEConfig.from_key(key), schedule
+    return Layer(*_tensors(args)), MoEConfig.from_key(key), schedule  # type: ignore[arg-type]
+
+
+def _checked(args: tuple[Any, ...]) -> tuple[Layer, checks.Checked]:
+    tensors = _tensors(args)
+    call = checks.checked(tensors, args[_COUNT], args[_COUNT + 1])
+    return Layer(*tensors), call  # type: ignore[arg-type]
 
 
 def _moe(*args: Any) -> Tensor:
-    layer = _layer(args)
-    call = checks.checked(layer, args[_COUNT], args[_COUNT + 1])
+    layer, call = _checked(args)
     return _backend(layer.hidden_states).moe(layer, call)
 
 
 def _moe_unfinalized(*args: Any) -> tuple[Tensor, ...]:
-    layer = _layer(args)
-    call = checks.checked(layer, args[_COUNT], args[_COUNT + 1])
+    layer, call = _checked(args)
     return _backend(layer.hidden_states).moe_unfinalized(layer, call)
 
 

@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import threading
 from collections import defaultdict
+from typing import ClassVar
 
 import pytest
 import torch
@@ -162,7 +163,7 @@ def test_a_refused_stream_changes_nothing(table) -> None:
 class FakeEvent:
     """Stands for all that was issued on a stream when it was recorded last."""
 
-    made: list[FakeEvent] = []
+    made: ClassVar[list[FakeEvent]] = []
 
     def __init__(self) -> None:
         self.recorded: list[object] = []
@@ -207,7 +208,7 @@ def test_waits_record_what_is_waited_for_each_time_and_make_no_events(lanes_of) 
         lanes = lanes_of(caller)
         lanes.wait("alt", "main")
         lanes.wait("main", "alt")
-    assert LOG == [(alt, caller), (caller, alt)] * 3
+    assert LOG[:] == [(alt, caller), (caller, alt)] * 3
     assert len(FakeEvent.made) == 2
 
 
