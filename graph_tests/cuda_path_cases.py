@@ -10,13 +10,14 @@ import contextlib
 import itertools
 import random
 from collections.abc import Iterable
+from typing import ClassVar
 
 import pytest
 import torch
 from layers import TOLERANCE, WAYS, error, make_layer, tensors_of
 from torch import Tensor
 
-from dsmoe_op import MoEConfig, checks, cuda, reference
+from dsmoe_op import MoEConfig, checks, cuda, reference, streams
 from dsmoe_op import schedule as schedules
 from dsmoe_op.checks import LAYER_FIELDS, Layer
 from dsmoe_op.kernels.launch import INTERPRET
@@ -159,6 +160,37 @@ def test_unfinalized_and_finalize_give_the_bits_of_the_one_call(monkeypatch, nam
     x, args = make(name, random.choice(WAYS))
     pieces = Run(x, args, schedule, finalized=False).issue().pieces
     assert same(cuda.finalize(*pieces, x, args["config"]), Run(x, args, schedule).issue().out)
+
+
+class OneStream:
+    """Both lanes, where there are no streams."""
+
+    handles: ClassVar = {"main": None, "alt": None}
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("name", CONFIGS)
+def test_calls_by_a_plan_compute_the_reference_each_on_its_own_tensors(monkeypatch, name, schedule) -> None:
+    monkeypatch.setattr(cuda, "_on_device", contextlib.nullcontext)
+    monkeypatch.setattr(cuda, "_prepare", lambda kind, launch: None)
+    monkeypatch.setattr(streams, "lanes", lambda device: OneStream)
+    monkeypatch.setattr(streams, "current_handle", lambda device: None)
+    way = random.choice(WAYS)
+    call: checks.Checked | None = None
+    for _ in range(2):
+        x, args = make(name, way)
+        layer = Layer(**{n: {"hidden_states": x, **args}.get(n) for n in LAYER_FIELDS})
+        config = args["config"]
+        call = call or checks.Checked(checks.check_layer(layer, config, schedule), config, schedule)
+        expected = reference.moe(x, **args)
+        out = cuda.moe(layer, call)
+        assert out.shape == x.shape
+        assert error(out, expected) < TOLERANCE[torch.float32]
+        pieces = cuda.moe_unfinalized(layer, call)
+        assert same(cuda.finalize(*pieces, x, config), out)
+        assert len({t.untyped_storage().data_ptr() for t in pieces}) == 5
+    assert call is not None
+    assert len(call.plans) == 2
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
