@@ -131,12 +131,17 @@ def _run(layer: Layer, call: Checked, outputs: tuple[Tensor, ...]) -> None:
             buffers = _carve(workspace, plan.buffers)
             table: list[Any] = [*inputs, *buffers, *_as_kernels_see(outputs, call.dims), *plan.constants]
         else:
-            base = workspace.data_ptr()
-            returned = [t.data_ptr() for t in outputs]
-            if any(address % 16 for address in (base, *returned)):  # binaries may count on it
-                raise RuntimeError("expected memory aligned to 16 bytes from PyTorch's allocator")
-            table = [*addresses, *[base + offset for offset in plan.offsets], *returned, *plan.constants]
+            table = _table(plan, addresses, workspace, outputs)
         schedules.execute(plan.steps, functools.partial(plan.issue, table), device)
+
+
+def _table(plan: _Plan, addresses: list[int], workspace: Tensor, outputs: tuple[Tensor, ...]) -> list[Any]:
+    """What the plan's launches draw from."""
+    base = workspace.data_ptr()
+    returned = [t.data_ptr() for t in outputs]
+    if any(address % 16 for address in (base, *returned)):  # binaries may count on it
+        raise RuntimeError("expected memory aligned to 16 bytes from PyTorch's allocator")
+    return [*addresses, *[base + offset for offset in plan.offsets], *returned, *plan.constants]
 
 
 class _Buffer(NamedTuple):

@@ -13,6 +13,7 @@ first real call. Rules that the registration keeps, each with a test that shows 
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -188,6 +189,41 @@ def dual_stream_moe_unfinalized(
     pieces = _call(torch.ops.dsmoe.moe_unfinalized_v1.default, *tensors, _key(config), schedule)
     y, topk_ids, topk_weights, row_of, shared = pieces
     return Unfinalized(y, topk_ids, topk_weights, row_of, None if shared_w13 is None else shared)
+
+
+def prepare(
+    hidden_states: Tensor, *, config: MoEConfig, schedule: str = "auto", **tensors: Tensor | None
+) -> float | None:
+    """Compiles and loads all that `dual_stream_moe` needs for such a layer, at any T, and launches none of it.
+
+    A layer's first call does the same, so this is for where that must not take seconds. Layers that differ in their
+    weights' values alone need it once. On the CPU there is nothing to do.
+
+    Args:
+        hidden_states: [..., H] of at least one token; its values do not matter, and neither do those of the others.
+        config, schedule: as in `dual_stream_moe`.
+        tensors: the other tensors of `dual_stream_moe`, by name.
+
+    Returns:
+        Seconds taken, or None on the CPU.
+
+    Raises:
+        ValueError: what `dual_stream_moe` would refuse; hidden_states has no token.
+        TypeError: a name that `dual_stream_moe` does not have.
+    """
+    unknown = sorted(set(tensors) - set(_TENSORS[1:]))
+    if unknown:
+        raise TypeError(f"prepare: expected the tensors of dual_stream_moe, got also {', '.join(unknown)}")
+    given = (hidden_states, *(tensors.get(name) for name in _TENSORS[1:]))
+    _check_tensors(given)
+    call = checks.checked(given, _key(config), schedule)
+    if not call.dims.T:
+        raise ValueError(f"hidden_states: expected at least one token, got {list(hidden_states.shape)}")
+    if hidden_states.device.type != "cuda":
+        return None
+    start = time.perf_counter()
+    _backend(hidden_states).prepare(Layer(*given), call)  # type: ignore[arg-type]
+    return time.perf_counter() - start
 
 
 def finalize(pieces: Unfinalized, *, config: MoEConfig, hidden_states: Tensor | None = None) -> Tensor:
