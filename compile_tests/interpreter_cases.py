@@ -364,7 +364,7 @@ def empty_rows(T: int, K: int, E: int, block_m: int) -> kernels.Rows:
 
     counters = garbage(kernels.num_counters(T * K, E))
     counters[0] = 0
-    tiles = garbage(3, kernels.num_tiles(T * K, E, block_m))
+    tiles = garbage(3, kernels.num_blocks(T * K, E, block_m))
     return kernels.Rows(garbage(E + 1), garbage(T * K), garbage(T, K), tiles, block_m, counters)
 
 
@@ -391,9 +391,9 @@ def check_rows(rows: kernels.Rows, want) -> None:
     for expert, (first, end) in enumerate(itertools.pairwise([*offsets, N])):
         name = expert if expert < len(offsets) - 1 else -1
         tiles += [(name, row, min(row + B, end)) for row in range(first, end, B)]
-    assert len(tiles) <= rows.tiles_3B.shape[1]
-    tiles += [(-1, N, N)] * (rows.tiles_3B.shape[1] - len(tiles))
-    assert list(map(tuple, rows.tiles_3B.t().tolist())) == tiles
+    assert len(tiles) <= rows.blocks_3B.shape[1]
+    tiles += [(-1, N, N)] * (rows.blocks_3B.shape[1] - len(tiles))
+    assert list(map(tuple, rows.blocks_3B.t().tolist())) == tiles
 
 
 def check_order(ids, weights, expert_map=None, valid=None, *, E, Z=0, block_m=16) -> None:
@@ -441,7 +441,7 @@ def test_tiles_are_as_many_as_there_can_be_and_no_more(rng):
     """Every expert and the rest with one row in its last block."""
     ids = torch.tensor([0] * 17 + [1, 2, 3, 4, -1], dtype=torch.int32).view(11, 2)
     rows, _, _ = order_rows(ids, randn(rng, 11, 2), E=5)
-    assert (rows.tiles_3B[1] < rows.tiles_3B[2]).all()
+    assert (rows.blocks_3B[1] < rows.blocks_3B[2]).all()
     check_order(ids, randn(rng, 11, 2), E=5)
 
 

@@ -97,7 +97,7 @@ class Layer:
             return self.tensor(*shape, dtype=torch.int32)
 
         E, N = self.E, self.T * self.config.top_k
-        tiles, counters = ints(3, kernels.num_tiles(N, E, 64)), ints(kernels.num_counters(N, E))
+        tiles, counters = ints(3, kernels.num_blocks(N, E, 64)), ints(kernels.num_counters(N, E))
         return kernels.Rows(ints(E + 1), ints(N), self.slots(), tiles, 64, counters)
 
     def routing(self, warmup: bool = True) -> None:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from dsmoe_op import MoEConfig, reference
+from dsmoe_op import MoEConfig, prepare, reference
 from dsmoe_op.hf.families import FAMILIES
 from dsmoe_op.module import DualStreamMoE
 
@@ -428,3 +428,29 @@ def test_what_is_not_computed_is_refused_by_name(what: str) -> None:
 def test_an_unknown_class_is_refused_by_name() -> None:
     with pytest.raises(ValueError, match=r"torch\.nn\.modules\.linear\.Linear: expected a MoE block that is known"):
         DualStreamMoE.from_transformers(nn.Linear(3, 4))
+
+
+# --- prepare --------------------------------------------------------------------------------------------------------
+
+
+@layers
+def test_there_is_nothing_to_prepare_on_the_cpu(name: str) -> None:
+    module = make(name)
+    assert module.prepare() is None
+    assert prepare(torch.empty(2, 3, H), config=module.config, **module.tensors()) is None
+
+
+def test_prepare_refuses_what_the_call_would() -> None:
+    module = make("shared")
+    given = {"config": module.config, **module.tensors()}
+    x = torch.empty(3, H)
+    with pytest.raises(ValueError, match=r"w2: expected \[E=6, H=40, I=24\], got \[6, 24, 40\]"):
+        prepare(x, **given | {"w2": module.w2.mT})
+    with pytest.raises(ValueError, match="w13: expected a tensor, got NoneType"):
+        prepare(x, **given | {"w13": None})
+    with pytest.raises(ValueError, match="schedule: expected one of"):
+        prepare(x, **given, schedule="both")
+    with pytest.raises(TypeError, match="got also weights"):
+        prepare(x, **given, weights=x)
+    with pytest.raises(ValueError, match=r"hidden_states: expected at least one token, got \[0, 40\]"):
+        prepare(x[:0], **given)

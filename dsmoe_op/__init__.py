@@ -4,7 +4,7 @@ from dsmoe_op import streams
 from dsmoe_op.config import MoEConfig
 from dsmoe_op.hf import replace_moe_blocks
 from dsmoe_op.module import DualStreamMoE
-from dsmoe_op.ops import Unfinalized, dual_stream_moe, dual_stream_moe_unfinalized, finalize, route
+from dsmoe_op.ops import Unfinalized, dual_stream_moe, dual_stream_moe_unfinalized, finalize, prepare, route
 
 __version__ = "0.1.0"
 __all__ = [
@@ -14,6 +14,7 @@ __all__ = [
     "dual_stream_moe",
     "dual_stream_moe_unfinalized",
     "finalize",
+    "prepare",
     "replace_moe_blocks",
     "route",
     "streams",

@@ -5,9 +5,8 @@ A text names the argument, what is accepted and what came: `w2: expected [E=64, 
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,8 +21,7 @@ CUDA_MULTIPLE = 16
 """H, I and S are multiples of this on CUDA."""
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Layer:
+class Layer(NamedTuple):
     """The tensors of one call, in the order of the op's schema. Shapes as in `dual_stream_moe`."""
 
     hidden_states: Tensor
@@ -61,8 +59,8 @@ class Layer:
     shared_w2_input_scale: Tensor | None = None
 
 
-LAYER_FIELDS = tuple(f.name for f in dataclasses.fields(Layer))
-_QUANTISATION = tuple(f.name for f in dataclasses.fields(Layer) if f.default is None)
+LAYER_FIELDS = Layer._fields
+_QUANTISATION = tuple(Layer._field_defaults)
 
 
 class Dims(NamedTuple):
@@ -75,6 +73,48 @@ class Dims(NamedTuple):
     I: int
     S: int  # 0 without a shared expert
     E_routing: int  # routed experts that the router knows: len(expert_map) where there is one
+
+
+class Checked:
+    """What the checks of a call found, and what a backend worked out for calls with the same metadata.
+
+    Attributes:
+        dims, config, schedule: of the call.
+        plans: a backend's own, by whatever else its work depends on. It holds no tensor, no buffer and no stream.
+    """
+
+    __slots__ = ("config", "dims", "plans", "schedule")
+
+    def __init__(self, dims: Dims, config: MoEConfig, schedule: str) -> None:
+        self.dims, self.config, self.schedule = dims, config, schedule
+        self.plans: dict[Any, Any] = {}
+
+
+_CHECKED_CALLS = 4096
+"""Kinds of call remembered; the oldest is forgotten first."""
+
+_checked: dict[tuple[Any, ...], Checked] = {}
+
+
+def checked(tensors: tuple[Tensor | None, ...], key: str, schedule: str) -> Checked:
+    """`check_layer` for real tensors, done once for each set of shapes, strides, dtypes and devices.
+
+    Nothing else of a tensor is checked. Sizes of fake tensors may be symbolic, so their checks are made each time.
+
+    Args:
+        tensors: the first fields of a `Layer`; the others are None.
+        key: of the call's config.
+    """
+    kind = (key, schedule, *[None if t is None else (t.shape, t.stride(), t.dtype, t.device) for t in tensors])
+    found = _checked.get(kind)
+    if found is None:
+        config = MoEConfig.from_key(key)
+        layer = Layer(*tensors)  # type: ignore[arg-type]
+        found = Checked(check_layer(layer, config, schedule), config, schedule)
+        if len(_checked) >= _CHECKED_CALLS:
+            _checked.pop(next(iter(_checked)), None)  # another thread may have taken it
+        _checked[kind] = found
+    return found
 
 
 def check_layer(layer: Layer, config: MoEConfig, schedule: str = "auto") -> Dims:

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from dsmoe_op import reference
-from dsmoe_op.checks import Dims, Layer, Routing
+from dsmoe_op.checks import Checked, Dims, Layer, Routing
 from dsmoe_op.config import MoEConfig
 
 RUN_ROWS = 2048
@@ -32,15 +32,16 @@ CAST_ROWS = 4
 """From so many rows on, a cast to float32 beats torch's own products in a dtype that oneDNN lacks."""
 
 
-def moe(layer: Layer, dims: Dims, config: MoEConfig, schedule: str) -> Tensor:
+def moe(layer: Layer, call: Checked) -> Tensor:
     """The layer's output: fresh, contiguous, like hidden_states."""
-    y, ids, weights, row_of, shared = moe_unfinalized(layer, dims, config, schedule)
-    return finalize(y, ids, weights, row_of, shared, layer.hidden_states, config)
+    y, ids, weights, row_of, shared = moe_unfinalized(layer, call)
+    return finalize(y, ids, weights, row_of, shared, layer.hidden_states, call.config)
 
 
 @torch.autocast("cpu", enabled=False)
-def moe_unfinalized(layer: Layer, dims: Dims, config: MoEConfig, schedule: str) -> tuple[Tensor, ...]:
-    """y, topk_ids, topk_weights, row_of, shared; one CPU has no streams, so `schedule` changes nothing."""
+def moe_unfinalized(layer: Layer, call: Checked) -> tuple[Tensor, ...]:
+    """y, topk_ids, topk_weights, row_of, shared; one CPU has no streams, so the schedule changes nothing."""
+    dims, config = call.dims, call.config
     x_TH = layer.hidden_states.reshape(-1, dims.H).contiguous()
     ids_TK, weights_TK = _routing(layer, config)
     ids_TK, weights_TK, expert_TK = _canonical(ids_TK, weights_TK, layer, dims, config)

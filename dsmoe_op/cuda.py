@@ -1,41 +1,58 @@
-"""The layer on CUDA: allocates the named buffers of a call, then lets `schedule.execute` issue the kernels on them."""
+"""The layer on CUDA: the named buffers of a call, and `schedule.execute` to issue the kernels on them.
+
+The first call with certain shapes, strides, dtypes and alignments makes a `_Plan`: the steps of its schedule, and each
+launch with its binary, grid and constants. The call, like all later ones, then allocates, fills addresses into the
+plan's table, and issues.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from dsmoe_op import kernels, streams
+from dsmoe_op import kernels, streams, tuning
 from dsmoe_op import schedule as schedules
-from dsmoe_op.checks import LAYER_FIELDS, Dims, Layer, Routing
+from dsmoe_op.checks import LAYER_FIELDS, Checked, Dims, Layer, Routing
 from dsmoe_op.config import MoEConfig
+from dsmoe_op.tuning import LayerTiles
 
 
-def moe(layer: Layer, dims: Dims, config: MoEConfig, schedule: str) -> Tensor:
+def moe(layer: Layer, call: Checked) -> Tensor:
     """The whole layer; output like hidden_states."""
-    out = layer.hidden_states.new_empty(layer.hidden_states.shape)
-    if dims.T:
-        with _on_device(out.device):
-            call = _Call(layer, dims, config, out.view(dims.T, dims.H))
-            call.run(schedule)
+    x = layer.hidden_states
+    out = x.new_empty(x.shape)
+    if call.dims.T:
+        _run(layer, call, (out,))
     return out
 
 
-def moe_unfinalized(layer: Layer, dims: Dims, config: MoEConfig, schedule: str) -> tuple[Tensor, ...]:
+def moe_unfinalized(layer: Layer, call: Checked) -> tuple[Tensor, ...]:
     """y, topk_ids, topk_weights, row_of, shared ([0, H] without a shared expert)."""
-    x = layer.hidden_states
-    if not dims.T:
-        slots = (0, dims.K)
-        ids, weights = x.new_empty(slots, dtype=torch.int32), x.new_empty(slots, dtype=torch.float32)
-        return x.new_empty((0, dims.H)), ids, weights, torch.empty_like(ids), x.new_empty((0, dims.H))
-    with _on_device(x.device):
-        call = _Call(layer, dims, config, None)
-        call.run(schedule)
-    return call.y, call.slot_ids, call.slot_weights, call.row_of, call.shared
+    dims = call.dims
+    x, slots = layer.hidden_states, (dims.T, dims.K)
+    pieces = (
+        x.new_empty((dims.T * dims.K, dims.H)),
+        x.new_empty(slots, dtype=torch.int32),
+        x.new_empty(slots, dtype=torch.float32),
+        x.new_empty(slots, dtype=torch.int32),
+        x.new_empty((dims.T if dims.S else 0, dims.H)),
+    )
+    if dims.T:
+        _run(layer, call, pieces)
+    return pieces
+
+
+def prepare(layer: Layer, call: Checked) -> None:
+    """All that the first call would do but launch, and the side stream."""
+    with _on_device(layer.hidden_states.device):
+        _plan_of(layer, call, _addresses(layer), finalized=True)
+        streams.lanes(layer.hidden_states.device.index)
 
 
 def finalize(
@@ -92,83 +109,284 @@ def route(routing: Routing, T: int, num_logits: int, config: MoEConfig) -> tuple
     with _on_device(x.device):
         weight_kinds = map(_weight_kind, (routing.router_weight, router_bias, correction_bias))
         sizes = (num_logits, x.shape[-1])
-        _prepare(("route", config.key, sizes, x.device, _rows_kind(x_TH), _rows_kind(logits[0]), *weight_kinds), launch)
+        _prepare(
+            (
+                "route",
+                config.key,
+                sizes,
+                x.device,
+                _rows_kind(x_TH),
+                _rows_kind(logits if logits.dim() == 2 else logits[0]),
+                *weight_kinds,
+            ),
+            launch,
+        )
         launch(warmup=False)
     return ids, weights
 
 
-class _Call:
-    """The buffers of one call, and a method for each launch of a schedule, which issues it on the current stream."""
+# --- one call -------------------------------------------------------------------------------------------------------
 
-    def __init__(self, layer: Layer, dims: Dims, config: MoEConfig, out: Tensor | None) -> None:
-        self.layer, self.dims, self.config, self.out = layer, dims, config, out
-        self.warmup = False
-        T, H, E, K, I, S, E_routing = dims
-        x = layer.hidden_states
-        self.x = _rows(x, H)
-        self.allow_tf32 = x.dtype == torch.float32 and torch.backends.cuda.matmul.fp32_precision == "tf32"
-        self.num_valid_tokens = layer.num_valid_tokens
-        self.correction_bias = _contiguous(layer.correction_bias)
-        self.router_bias = _contiguous(layer.router_bias)
-        self.w13_bias, self.w2_bias = _contiguous(layer.w13_bias), _contiguous(layer.w2_bias)
-        self.expert_map, self.shared_gate = _contiguous(layer.expert_map), _contiguous(layer.shared_gate)
 
-        def buffer(*shape: int, dtype: torch.dtype = x.dtype) -> Tensor:
-            return torch.empty(shape, dtype=dtype, device=x.device)
+def _run(layer: Layer, call: Checked, outputs: tuple[Tensor, ...]) -> None:
+    """Runs the layer into its outputs: `out` alone, or the pieces of an unfinalized one.
 
-        if layer.topk_ids is None:
-            self.logits = _logits(
-                self.x, T, E_routing + config.num_zero_experts, layer.router_weight, layer.router_logits
-            )
-        block_m = kernels.tile_rows(T * K / E, x.dtype, self.allow_tf32)
-        self.offsets = buffer(E + 1, dtype=torch.int32)
-        self.sorted_slot = buffer(T * K, dtype=torch.int32)
-        self.tiles = buffer(3, kernels.num_tiles(T * K, E, block_m), dtype=torch.int32)
-        self.counters = buffer(kernels.num_counters(T * K, E), dtype=torch.int32)
-        self.row_of = buffer(T, K, dtype=torch.int32)
-        self.slot_ids = buffer(T, K, dtype=torch.int32)
-        self.slot_weights = buffer(T, K, dtype=torch.float32)
-        self.rows = kernels.Rows(self.offsets, self.sorted_slot, self.row_of, self.tiles, block_m, self.counters)
-        self.h, self.y = buffer(T * K, I), buffer(T * K, H)
-        self.gate_T = buffer(T, dtype=torch.float32) if layer.shared_gate is not None else None
-        self.shared_h = buffer(T if S else 0, S)
-        self.shared = buffer(T if S else 0, H)
+    The tensors made here live until all is issued and the streams are joined. All are of the caller's stream, so what
+    takes their memory next comes after.
+    """
+    x = layer.hidden_states
+    device = x.device
+    with _on_device(device):
+        addresses = _addresses(layer)
+        plan = _plan_of(layer, call, addresses, finalized=len(outputs) == 1)
+        if plan.copied:
+            layer = _normalised(layer, call.dims, plan.copied)
+            addresses = _addresses(layer)
+        workspace = torch.empty(plan.size, dtype=torch.uint8, device=device)
+        if plan.on_tensors:
+            inputs = [t for t in _normalised(layer, call.dims, LAYER_FIELDS) if t is not None]
+            buffers = _carve(workspace, plan.buffers)
+            table: list[Any] = [*inputs, *buffers, *_as_kernels_see(outputs, call.dims), *plan.constants]
+        else:
+            table = _table(plan, addresses, workspace, outputs)
+        schedules.execute(plan.steps, functools.partial(plan.issue, table), device)
 
-    def run(self, schedule: str) -> None:
-        layer = self.layer
-        resolved = schedules.resolve(schedule, has_shared=self.dims.S > 0)
+
+def _table(plan: _Plan, addresses: list[int], workspace: Tensor, outputs: tuple[Tensor, ...]) -> list[Any]:
+    """What the plan's launches draw from."""
+    base = workspace.data_ptr()
+    returned = [t.data_ptr() for t in outputs]
+    if any(address % 16 for address in (base, *returned)):  # binaries may count on it
+        raise RuntimeError("expected memory aligned to 16 bytes from PyTorch's allocator")
+    return [*addresses, *[base + offset for offset in plan.offsets], *returned, *plan.constants]
+
+
+class _Buffer(NamedTuple):
+    """One of a call's buffers, at a place of its own in the workspace."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    offset: int
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+_ALIGNMENT = 256
+"""Bytes. Triton asks for 16, TMA for 128, and a line of the L2 cache has 128."""
+
+
+class _Plan:
+    """What calls of one kind have in common. It holds no tensor, no buffer and no stream.
+
+    Attributes:
+        steps: of the schedule.
+        copied: names of the inputs that kernels take contiguous and the caller gives otherwise.
+        buffers, offsets, size: of the workspace.
+        constants: the end of the launches' table, after inputs, buffers and outputs.
+        on_tensors: whether the table holds tensors and not their addresses.
+    """
+
+    __slots__ = ("_launches", "buffers", "constants", "copied", "offsets", "on_tensors", "size", "steps")
+
+    def __init__(self, layer: Layer, call: Checked, finalized: bool, allow_tf32: bool) -> None:
+        dims, config = call.dims, call.config
         present = frozenset(n for n in schedules.OPTIONAL if getattr(layer, n) is not None)
-        plan = functools.partial(
-            schedules.plan,
-            resolved,
-            present,
-            zero_experts=self.config.num_zero_experts > 0,
-            finalized=self.out is not None,
-        )
-        steps = plan(one_chunk=kernels.num_chunks(self.dims.T * self.dims.K) == 1)
-        weights = (getattr(layer, name) for name in LAYER_FIELDS if name not in _ROWS)
-        rows = (
-            self.logits[0] if name == "router_logits" else getattr(layer, name) for name in _ROWS if name in present
-        )
-        kinds = (*map(_rows_kind, (self.x, *rows)), *map(_weight_kind, weights))
-        kind = (resolved, self.config.key, self.dims[1:], self.out is not None, self.x.device, self.allow_tf32)
-        _prepare((*kind, *kinds), functools.partial(self._issue_all, plan()))
-        schedules.execute(steps, self.issue, layer.hidden_states.device)
+        resolved = schedules.resolve(call.schedule, has_shared=dims.S > 0)
+        zero_experts = config.num_zero_experts > 0
+        steps_of = functools.partial(schedules.plan, resolved, present, zero_experts=zero_experts, finalized=finalized)
+        self.steps = steps_of(one_chunk=kernels.num_chunks(dims.T * dims.K) == 1)
+        kind = tuning.gemm_kind(layer.hidden_states.dtype, allow_tf32)
+        tiles = tuning.layer_tiles(kind, *dims[:4], dims.S)
+        inside, outputs = _buffers(layer, dims, config, tiles, finalized)
+        self.buffers, self.size = _laid_out(inside)
+        self.offsets = tuple(buffer.offset for buffer in self.buffers)
+
+        given = _normalised(layer, dims, LAYER_FIELDS)
+        self.copied = tuple(name for name in LAYER_FIELDS if _is_copy(getattr(given, name), getattr(layer, name)))
+        # Kernels are chosen for the buffers by shape and dtype, so that these need no memory here.
+        buffers = {name: torch.empty(shape, dtype=dtype, device="meta") for name, shape, dtype in (*inside, *outputs)}
+        one = _Call(given, dims, config, buffers, tiles, allow_tf32)
+        _prepare(one.kind(resolved, finalized), functools.partial(one.warm_up, steps_of(), kind))
+
+        recording = kernels.Recording([*(t for t in given if t is not None), *buffers.values()])
+        self._launches: dict[str, list[kernels.Bound | kernels.Direct]] = {}
+        for step in self.steps:
+            if isinstance(step, schedules.Launch):
+                with recording as launches:
+                    one.issue(step.name)
+                self._launches[step.name] = launches
+        self.constants = recording.constants
+        self.on_tensors = any(isinstance(one, kernels.Direct) for some in self._launches.values() for one in some)
+
+    def issue(self, table: kernels.Table, name: str, stream: int | None) -> None:
+        """Issues the launch of that name on the stream of that handle."""
+        for launch in self._launches[name]:
+            launch(table, stream)
+
+
+_PLANS = 64
+"""Plans of one `Checked`: a few alignments and settings."""
+
+
+def _addresses(layer: Layer) -> list[int]:
+    return [t.data_ptr() for t in layer if t is not None]
+
+
+def _plan_of(layer: Layer, call: Checked, addresses: list[int], *, finalized: bool) -> _Plan:
+    """The plan for these tensors. Its key and `checks.checked`'s together are all that host and kernels look at."""
+    x = layer.hidden_states
+    allow_tf32 = x.dtype == torch.float32 and torch.backends.cuda.matmul.fp32_precision == "tf32"
+    key = (finalized, allow_tf32, *[address % 16 == 0 for address in addresses])
+    plan = call.plans.get(key)
+    if plan is None:
+        plan = _Plan(layer, call, finalized, allow_tf32)
+        if len(call.plans) >= _PLANS:
+            call.plans.clear()  # rather than to count uses at each call
+        call.plans[key] = plan
+    return plan
+
+
+Spec = tuple[str, tuple[int, ...], torch.dtype]
+
+
+def _buffers(
+    layer: Layer, dims: Dims, config: MoEConfig, tiles: LayerTiles, finalized: bool
+) -> tuple[list[Spec], list[Spec]]:
+    """Name, shape and dtype of the buffers in the workspace, and of the tensors that the call returns."""
+    T, H, E, K, I, S, E_routing = dims
+    N = T * K
+    x, i32, f32 = layer.hidden_states.dtype, torch.int32, torch.float32
+    inside: list[Spec] = []
+    if layer.router_weight is not None:
+        splits = kernels.router_splits(T, layer.hidden_states.dtype, layer.router_weight)
+        inside.append(("logits", (splits, T, E_routing + config.num_zero_experts), f32))
+    inside += [
+        ("counters", (kernels.num_counters(N, E),), i32),
+        ("offsets", (E + 1,), i32),
+        ("sorted_slot", (N,), i32),
+        ("blocks", (3, kernels.num_blocks(N, E, tiles.gemm1.block_m)), i32),
+        ("h", (N, I), x),
+    ]
+    if layer.shared_gate is not None:
+        inside.append(("gate", (T,), f32))
+    inside.append(("shared_h", (T if S else 0, S), x))
+    pieces: list[Spec] = [
+        ("y", (N, H), x),
+        ("slot_ids", (T, K), i32),
+        ("slot_weights", (T, K), f32),
+        ("row_of", (T, K), i32),
+        ("shared", (T if S else 0, H), x),
+    ]
+    return (inside + pieces, [("out", (T, H), x)]) if finalized else (inside, pieces)
+
+
+def _laid_out(specs: list[Spec]) -> tuple[tuple[_Buffer, ...], int]:
+    """The buffers one after another, and the bytes that they take."""
+    buffers, size = [], 0
+    for spec in specs:
+        buffers.append(_Buffer(*spec, offset=size))
+        size += -(-buffers[-1].nbytes // _ALIGNMENT) * _ALIGNMENT
+    return tuple(buffers), size
+
+
+def _as_kernels_see(outputs: tuple[Tensor, ...], dims: Dims) -> tuple[Tensor, ...]:
+    return (outputs[0].view(dims.T, dims.H),) if len(outputs) == 1 else outputs
+
+
+def _carve(workspace: Tensor, buffers: tuple[_Buffer, ...]) -> list[Tensor]:
+    return [workspace[b.offset : b.offset + b.nbytes].view(b.dtype).view(b.shape) for b in buffers]
+
+
+def _normalised(layer: Layer, dims: Dims, names: tuple[str, ...]) -> Layer:
+    """The inputs of those names as kernels take them, a copy only where no view is so; each an object of its own."""
+    widths = {"hidden_states": dims.H}
+    if layer.router_logits is not None:
+        widths["router_logits"] = layer.router_logits.shape[1]
+    new: dict[str, Tensor] = {}
+    for name in names:
+        t = getattr(layer, name)
+        if t is not None:
+            t = t.detach()  # one tensor may come under two names, and the next call may give two
+            new[name] = _rows(t, widths[name]) if name in widths else t.contiguous() if name in _CONTIGUOUS else t
+    return layer._replace(**new)
+
+
+def _is_copy(a: Tensor | None, b: Tensor | None) -> bool:
+    return a is not None and b is not None and a.data_ptr() != b.data_ptr()
+
+
+class _Call:
+    """The tensors of one call, and a method for each launch of a schedule, which issues it on the current stream.
+
+    Args:
+        layer: its inputs as `_normalised` leaves them.
+        buffers: what `_buffers` names.
+        tiles: those of the products for these sizes.
+        allow_tf32: float32 products may be tf32.
+    """
+
+    def __init__(
+        self,
+        layer: Layer,
+        dims: Dims,
+        config: MoEConfig,
+        buffers: dict[str, Tensor],
+        tiles: LayerTiles,
+        allow_tf32: bool,
+    ) -> None:
+        self.layer, self.dims, self.config, self.allow_tf32 = layer, dims, config, allow_tf32
+        self.warmup = False
+        self.x = layer.hidden_states
+        self.num_valid_tokens = layer.num_valid_tokens
+        self.correction_bias, self.router_bias = layer.correction_bias, layer.router_bias
+        self.w13_bias, self.w2_bias = layer.w13_bias, layer.w2_bias
+        self.expert_map, self.shared_gate = layer.expert_map, layer.shared_gate
+        self.tiles = tiles
+        if layer.topk_ids is None:
+            self.logits = buffers["logits"] if layer.router_logits is None else layer.router_logits
+        self.slot_ids, self.slot_weights = buffers["slot_ids"], buffers["slot_weights"]
+        order = (buffers[name] for name in ("offsets", "sorted_slot", "row_of", "blocks", "counters"))
+        offsets, sorted_slot, row_of, blocks, counters = order
+        self.rows = kernels.Rows(offsets, sorted_slot, row_of, blocks, tiles.gemm1.block_m, counters)
+        self.h, self.y = buffers["h"], buffers["y"]
+        self.gate_T, self.out = buffers.get("gate"), buffers.get("out")
+        self.shared_h, self.shared = buffers["shared_h"], buffers["shared"]
+
+    def kind(self, resolved: str, finalized: bool) -> tuple[object, ...]:
+        """All that the kernels of this call are specialised on, whatever its T."""
+        layer = self.layer
+        weights = [getattr(layer, name) for name in LAYER_FIELDS if name not in _ROWS]
+        rows = [getattr(layer, name) for name in _ROWS]
+        kinds = (*(None if t is None else _rows_kind(t) for t in rows), *map(_weight_kind, weights))
+        key, device = self.config.key, self.x.device
+        return (resolved, key, self.dims[1:], finalized, device, self.allow_tf32, *kinds)
 
     def issue(self, name: str) -> None:
         """Issues the launch of that name on the current stream."""
         getattr(self, "_" + name)()
 
-    def _issue_all(self, steps: tuple[schedules.Step, ...], *, warmup: bool) -> None:
+    def warm_up(self, steps: tuple[schedules.Step, ...], kind: str, *, warmup: bool) -> None:
+        """Compiles and loads what these launches can choose at any T."""
         self.warmup = warmup
-        for step in steps:
-            if isinstance(step, schedules.Launch):
-                self.issue(step.name)
-        self.warmup = False
+        names = [step.name for step in steps if isinstance(step, schedules.Launch)]
+        for name in names:
+            if "gemm" not in name:
+                self.issue(name)
+        chosen = self.tiles
+        for self.tiles in tuning.layer_variants(kind):
+            for name in names:
+                if "gemm" in name:
+                    self.issue(name)
+        self.tiles, self.warmup = chosen, False
 
     def _router(self) -> None:
         assert self.layer.router_weight is not None
-        kernels.router_logits(self.x, self.layer.router_weight, self.logits, counters=self.counters, warmup=self.warmup)
+        kernels.router_logits(
+            self.x, self.layer.router_weight, self.logits, counters=self.rows.counters, warmup=self.warmup
+        )
 
     def _choose(self, rows: kernels.Rows | None = None) -> None:
         kernels.choose(
@@ -184,7 +402,7 @@ class _Call:
             expert_map=self.expert_map,
             num_experts=self.dims.E,
             rows=rows,
-            counters=self.counters,
+            counters=self.rows.counters,
             warmup=self.warmup,
         )
 
@@ -192,7 +410,7 @@ class _Call:
         self._choose(self.rows)
 
     def _zero(self) -> None:
-        kernels.zero_counters(self.counters, warmup=self.warmup)
+        kernels.zero_counters(self.rows.counters, warmup=self.warmup)
 
     def _order(self) -> None:
         given = self.layer.topk_ids is not None
@@ -213,10 +431,11 @@ class _Call:
         kernels.gemm1(
             self.x,
             config=self.config,
+            tile=self.tiles.gemm1 if routed else self.tiles.shared_gemm1,
             w13=self.layer.w13 if routed else None,
             w13_bias=self.w13_bias if routed else None,
-            offsets=self.offsets if routed else None,
-            sorted_slot_N=self.sorted_slot if routed else None,
+            blocks=self.rows.blocks_3B if routed else None,
+            sorted_slot_N=self.rows.sorted_slot_N if routed else None,
             topk_weights_TK=self.slot_weights if routed else None,
             h_NI=self.h if routed else None,
             shared_w13=self.layer.shared_w13 if shared else None,
@@ -229,9 +448,10 @@ class _Call:
     def _gemm2(self, *, routed: bool = True, shared: bool = False) -> None:
         kernels.gemm2(
             config=self.config,
+            tile=self.tiles.gemm2 if routed else self.tiles.shared_gemm2,
             w2=self.layer.w2 if routed else None,
             w2_bias=self.w2_bias if routed else None,
-            offsets=self.offsets if routed else None,
+            blocks=self.rows.blocks_3B if routed else None,
             h_NI=self.h if routed else None,
             y_NH=self.y if routed else None,
             zero_tail=routed and self.out is None,
@@ -267,7 +487,7 @@ class _Call:
             self.y,
             self.slot_ids,
             self.slot_weights,
-            self.row_of,
+            self.rows.row_of_TK,
             self.shared if self.dims.S else None,
             self.x if self.config.num_zero_experts else None,
             self.out,
@@ -278,6 +498,9 @@ class _Call:
 
 _ROWS = ("hidden_states", "router_logits", "topk_ids", "topk_weights")
 """Arguments with a row for each token."""
+
+_CONTIGUOUS = ("router_bias", "correction_bias", "w13_bias", "w2_bias", "shared_gate", "expert_map")
+"""Arguments that kernels take contiguous."""
 
 _prepared: set[tuple[object, ...]] = set()
 """Kinds of call whose kernels are compiled and loaded: a cache alone, no buffer and no stream."""
@@ -315,11 +538,11 @@ def _rows(x: Tensor, width: int) -> Tensor:
 def _logits(
     x_TH: Tensor, T: int, num_logits: int, router_weight: Tensor | None, router_logits: Tensor | None
 ) -> Tensor:
-    """Those given as [1, T, E+Z], or a float32 buffer [P, T, E+Z] for the router's partial sums."""
+    """Those given, or a float32 buffer [P, T, E+Z] for the router's partial sums."""
     if router_weight is None:
         assert router_logits is not None
-        return _rows(router_logits, num_logits)[None]
-    splits = kernels.router_splits(x_TH, router_weight)
+        return _rows(router_logits, num_logits)
+    splits = kernels.router_splits(T, x_TH.dtype, router_weight)
     return torch.empty((splits, T, num_logits), dtype=torch.float32, device=x_TH.device)
 
 
@@ -327,11 +550,9 @@ def _contiguous(t: Tensor | None) -> Tensor | None:
     return None if t is None else t.contiguous()
 
 
-@contextlib.contextmanager
-def _on_device(device: torch.device) -> Iterator[None]:
-    """The device guard: Triton launches on the current device, whatever its arguments are on."""
-    if device.index == torch.cuda.current_device():
-        yield
-    else:
-        with torch.cuda.device(device):
-            yield
+def _on_device(device: torch.device) -> contextlib.AbstractContextManager[object]:
+    """The device guard: launches are made on the current device, whatever their arguments are on."""
+    return _AS_IT_IS if device.index == torch.cuda.current_device() else torch.cuda.device(device)
+
+
+_AS_IT_IS = contextlib.nullcontext()

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from dsmoe_op import checks
 from dsmoe_op.config import MoEConfig
-from dsmoe_op.ops import dual_stream_moe
+from dsmoe_op.ops import dual_stream_moe, prepare
 
 
 class DualStreamMoE(nn.Module):
@@ -132,9 +132,22 @@ class DualStreamMoE(nn.Module):
         for name, path in self._paths:
             owner: Any = self
             for part in path:
-                owner = getattr(owner, part)
+                # Most are parameters, which nn.Module's own look-up comes to last; a parametrised one is not there.
+                held = owner._parameters.get(part)
+                owner = getattr(owner, part) if held is None else held
             found[name] = owner
         return found
+
+    def prepare(self) -> float | None:
+        """Compiles and loads all that a forward pass of any size needs; see `dsmoe_op.prepare`.
+
+        Returns:
+            Seconds taken, or None where there is nothing to do: on the CPU.
+        """
+        given = self.tensors()
+        w13 = given["w13"]
+        one_token = torch.empty((1, w13.shape[2]), dtype=w13.dtype, device=w13.device)
+        return prepare(one_token, config=self.config, schedule=self.schedule, **given)
 
     def forward(
         self,

@@ -13,6 +13,7 @@ first real call. Rules that the registration keeps, each with a test that shows 
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -27,6 +28,7 @@ from dsmoe_op.config import MoEConfig
 _lib = torch.library.Library("dsmoe", "DEF")
 
 _TENSORS = LAYER_FIELDS[:16]
+_COUNT = len(_TENSORS)
 _REQUIRED = ("hidden_states", "w13", "w2")
 _LAYER_SCHEMA = ", ".join(
     [*(f"Tensor {n}" if n in _REQUIRED else f"Tensor? {n}" for n in _TENSORS)]
@@ -137,7 +139,7 @@ def dual_stream_moe(
         expert_map,
     )
     _check_tensors(tensors)
-    return torch.ops.dsmoe.moe_v1.default(*tensors, _key(config), schedule)
+    return _call(torch.ops.dsmoe.moe_v1.default, *tensors, _key(config), schedule)
 
 
 def dual_stream_moe_unfinalized(
@@ -184,9 +186,44 @@ def dual_stream_moe_unfinalized(
         expert_map,
     )
     _check_tensors(tensors)
-    pieces = torch.ops.dsmoe.moe_unfinalized_v1.default(*tensors, _key(config), schedule)
+    pieces = _call(torch.ops.dsmoe.moe_unfinalized_v1.default, *tensors, _key(config), schedule)
     y, topk_ids, topk_weights, row_of, shared = pieces
     return Unfinalized(y, topk_ids, topk_weights, row_of, None if shared_w13 is None else shared)
+
+
+def prepare(
+    hidden_states: Tensor, *, config: MoEConfig, schedule: str = "auto", **tensors: Tensor | None
+) -> float | None:
+    """Compiles and loads all that `dual_stream_moe` needs for such a layer, at any T, and launches none of it.
+
+    A layer's first call does the same, so this is for where that must not take seconds. Layers that differ in their
+    weights' values alone need it once. On the CPU there is nothing to do.
+
+    Args:
+        hidden_states: [..., H] of at least one token; its values do not matter, and neither do those of the others.
+        config, schedule: as in `dual_stream_moe`.
+        tensors: the other tensors of `dual_stream_moe`, by name.
+
+    Returns:
+        Seconds taken, or None on the CPU.
+
+    Raises:
+        ValueError: what `dual_stream_moe` would refuse; hidden_states has no token.
+        TypeError: a name that `dual_stream_moe` does not have.
+    """
+    unknown = sorted(set(tensors) - set(_TENSORS[1:]))
+    if unknown:
+        raise TypeError(f"prepare: expected the tensors of dual_stream_moe, got also {', '.join(unknown)}")
+    given = (hidden_states, *(tensors.get(name) for name in _TENSORS[1:]))
+    _check_tensors(given)
+    call = checks.checked(given, _key(config), schedule)
+    if not call.dims.T:
+        raise ValueError(f"hidden_states: expected at least one token, got {list(hidden_states.shape)}")
+    if hidden_states.device.type != "cuda":
+        return None
+    start = time.perf_counter()
+    _backend(hidden_states).prepare(Layer(*given), call)  # type: ignore[arg-type]
+    return time.perf_counter() - start
 
 
 def finalize(pieces: Unfinalized, *, config: MoEConfig, hidden_states: Tensor | None = None) -> Tensor:
@@ -240,9 +277,22 @@ def route(
 
 def _check_tensors(tensors: tuple[object, ...]) -> None:
     """What the dispatcher would refuse in words of its own."""
-    for name, tensor in zip(_TENSORS, tensors, strict=True):
-        if not isinstance(tensor, Tensor) and (tensor is not None or name in _REQUIRED):
-            raise ValueError(f"{name}: expected a tensor, got {type(tensor).__name__}")
+    for i, tensor in enumerate(tensors):
+        if not isinstance(tensor, Tensor) and (tensor is not None or _TENSORS[i] in _REQUIRED):
+            raise ValueError(f"{_TENSORS[i]}: expected a tensor, got {type(tensor).__name__}")
+
+
+def _call(op: Any, *args: Any) -> Any:
+    """op(*args), past the op's Python kernel for autograd where that would only pass the call on."""
+    if (
+        torch.compiler.is_compiling()
+        or torch.autograd.forward_ad._current_level >= 0
+        or torch._C._are_functorch_transforms_active()
+        or (torch.is_grad_enabled() and any(t.requires_grad for t in args if isinstance(t, Tensor)))
+    ):
+        return op(*args)
+    with torch._C._AutoDispatchBelowAutograd():
+        return op(*args)
 
 
 def _key(config: MoEConfig) -> str:
@@ -265,22 +315,30 @@ def _backend(x: Tensor) -> ModuleType:
     return cpu
 
 
+def _tensors(args: tuple[Any, ...]) -> tuple[Tensor | None, ...]:
+    """The tensors among an op's arguments, which come without the last ones that have their defaults."""
+    return args[:_COUNT] + args[_COUNT + 2 :]
+
+
 def _split(args: tuple[Any, ...]) -> tuple[Layer, MoEConfig, str]:
-    count = len(_TENSORS)
-    key, schedule = args[count : count + 2]
-    return Layer(*args[:count], *args[count + 2 :]), MoEConfig.from_key(key), schedule
+    key, schedule = args[_COUNT : _COUNT + 2]
+    return Layer(*_tensors(args)), MoEConfig.from_key(key), schedule  # type: ignore[arg-type]
+
+
+def _checked(args: tuple[Any, ...]) -> tuple[Layer, checks.Checked]:
+    tensors = _tensors(args)
+    call = checks.checked(tensors, args[_COUNT], args[_COUNT + 1])
+    return Layer(*tensors), call  # type: ignore[arg-type]
 
 
 def _moe(*args: Any) -> Tensor:
-    layer, config, schedule = _split(args)
-    dims = checks.check_layer(layer, config, schedule)
-    return _backend(layer.hidden_states).moe(layer, dims, config, schedule)
+    layer, call = _checked(args)
+    return _backend(layer.hidden_states).moe(layer, call)
 
 
 def _moe_unfinalized(*args: Any) -> tuple[Tensor, ...]:
-    layer, config, schedule = _split(args)
-    dims = checks.check_layer(layer, config, schedule)
-    return _backend(layer.hidden_states).moe_unfinalized(layer, dims, config, schedule)
+    layer, call = _checked(args)
+    return _backend(layer.hidden_states).moe_unfinalized(layer, call)
 
 
 def _finalize(*args: Any) -> Tensor:

@@ -78,7 +78,7 @@ def plan(
     shared_branch: StreamName = "alt" if schedule == "dual" else "main"
 
     routed = []
-    rows, slots = "offsets sorted_slot row_of tiles", "slot_ids slot_weights"
+    rows, slots = "offsets sorted_slot row_of blocks", "slot_ids slot_weights"
     choice = "router_bias correction_bias num_valid_tokens expert_map"
     if "router_weight" in present:
         routed.append(launch("router", "hidden_states router_weight", "logits counters", branch))
@@ -92,8 +92,8 @@ def plan(
             routed.append(launch("zero", "", "counters", branch))
         routed.append(launch("order", chosen, f"{slots} {rows}", branch, "" if one_chunk else "counters"))
     gate = [launch("gate", "hidden_states shared_gate", "gate", shared_branch)] if has_gate else []
-    gemm1 = "hidden_states w13 w13_bias offsets sorted_slot slot_weights"
-    gemm2 = "h w2 w2_bias offsets"
+    gemm1 = "hidden_states w13 w13_bias blocks sorted_slot slot_weights"
+    gemm2 = "h w2 w2_bias blocks"
     shared1 = "hidden_states shared_w13 num_valid_tokens"
     shared2 = f"shared_h shared_w2 num_valid_tokens{' gate' if has_gate else ''}"
     if fused:
@@ -125,37 +125,33 @@ OPTIONAL = frozenset(LAYER_FIELDS[3:16])
 """Tensors of a call that may be absent."""
 
 
-def execute(steps: tuple[Step, ...], issue: Callable[[str], None], device: torch.device) -> None:
-    """Issues the steps: `issue(name)` launches on the current stream, which is set here.
+def execute(steps: tuple[Step, ...], issue: Callable[[str, int], None], device: torch.device) -> None:
+    """Issues the steps: `issue(name, stream)` launches on the stream of that handle.
 
-    An exception leaves the streams joined and the caller's stream current, so that a capture or the next call goes on.
+    PyTorch's current stream stays the caller's throughout. An exception leaves the two streams joined, so that a
+    capture or the next call goes on.
     """
-    main = torch.cuda.current_stream(device)
-    if not any(isinstance(step, Wait) for step in steps):
+    index = device.index
+    if not any(type(step) is Wait for step in steps):
+        main = streams.current_handle(index)
         for step in steps:
-            issue(step.name)  # type: ignore[union-attr]
+            issue(step.name, main)  # type: ignore[union-attr]
         return
-    alt = streams.alt_stream(main)
-    if alt.cuda_stream == main.cuda_stream:  # a server's own side stream is the current one: in order on one stream
+    lanes = streams.lanes(index)
+    handles = lanes.handles
+    if handles["alt"] == handles["main"]:  # a server's own side stream is the current one: in order on one stream
         for step in steps:
-            if isinstance(step, Launch):
-                issue(step.name)
+            if type(step) is Launch:
+                issue(step.name, handles["main"])
         return
-    by_name: dict[StreamName, torch.cuda.Stream] = {"main": main, "alt": alt}
-    current: StreamName = "main"
     forked = False
     try:
         for step in steps:
-            if isinstance(step, Wait):
-                by_name[step.waiter].wait_stream(by_name[step.on])
+            if type(step) is Launch:
+                issue(step.name, handles[step.stream])
+            elif type(step) is Wait:
+                lanes.wait(step.waiter, step.on)
                 forked = step.waiter == "alt"
-                continue
-            if step.stream != current:
-                torch.cuda.set_stream(by_name[step.stream])
-                current = step.stream
-            issue(step.name)
     finally:
-        if current != "main":
-            torch.cuda.set_stream(main)
         if forked:
-            main.wait_stream(alt)
+            lanes.wait("main", "alt")

@@ -11,6 +11,7 @@ import ctypes
 import threading
 from collections import defaultdict
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 
@@ -28,7 +29,10 @@ def alt_stream(caller: torch.cuda.Stream) -> torch.cuda.Stream:
 
     The result equals `caller` only where `set_alt_stream` gave that very stream; the layer then runs serial.
     """
-    device, handle = caller.device_index, caller.cuda_stream
+    return _alt_of(caller.device_index, caller.cuda_stream)
+
+
+def _alt_of(device: int, handle: int) -> torch.cuda.Stream:
     if _given:
         stream = _given.get((device, handle)) or _given.get((device, None))
         if stream is not None:
@@ -44,6 +48,66 @@ def alt_stream(caller: torch.cuda.Stream) -> torch.cuda.Stream:
                     _free[device] = _make_streams(device, _AHEAD)
             _own[key] = _free[device].pop()
         return _own[key]
+
+
+def current_handle(device: int) -> int:
+    """The handle of the current stream: what a launch takes."""
+    return torch._C._cuda_getCurrentRawStream(device)
+
+
+class Lanes:
+    """The caller's current stream ("main") and its side stream ("alt"), by handle, with the waits between them.
+
+    A wait is an event recorded on the one and waited for on the other, the same two events each time: half the cost of
+    wait_stream, which makes a new one. Each event belongs to one stream, so where two threads share both streams, a
+    record that comes between the other thread's record and its wait only stands for more work of that same stream.
+    """
+
+    __slots__ = ("_events", "_streams", "handles")
+
+    def __init__(self, main: torch.cuda.Stream, alt: torch.cuda.Stream) -> None:
+        self.handles = {"main": main.cuda_stream, "alt": alt.cuda_stream}
+        self._streams = {"main": main, "alt": alt}
+        self._events = {"main": torch.cuda.Event(), "alt": torch.cuda.Event()}
+
+    def wait(self, waiter: str, on: str) -> None:
+        """What comes on `waiter` from here on runs after all that was issued on `on` so far."""
+        if _is_replaced(torch.cuda.Stream.wait_stream):  # by a server that must see each fork and join
+            self._streams[waiter].wait_stream(self._streams[on])
+            return
+        event = self._events[on]
+        event.record(self._streams[on])
+        event.wait(self._streams[waiter])
+
+
+_lanes: dict[tuple[int, int, int], Lanes] = {}
+
+
+def lanes(device: int) -> Lanes:
+    """The lanes of the current stream of `device`."""
+    handle = current_handle(device)
+    alt = _alt_of(device, handle)
+    key = (device, handle, alt.cuda_stream)
+    found = _lanes.get(key)
+    if found is None:
+        with _lock:
+            found = _lanes.get(key) or Lanes(torch.cuda.current_stream(device), alt)
+            _lanes[key] = found
+    return found
+
+
+@contextlib.contextmanager
+def current_stream(handle: int | None) -> Iterator[None]:
+    """Makes the stream of that handle PyTorch's current one, on the current device; None leaves it as it is."""
+    if handle is None or handle == current_handle(torch.cuda.current_device()):
+        yield
+        return
+    with torch.cuda.stream(torch.cuda.ExternalStream(handle)):
+        yield
+
+
+def _is_replaced(wait_stream: Any) -> bool:
+    return getattr(wait_stream, "__globals__", None) is not torch.cuda.streams.__dict__
 
 
 def set_alt_stream(stream: torch.cuda.Stream | None, *, caller: torch.cuda.Stream | None = None) -> None:

@@ -10,13 +10,14 @@ import contextlib
 import itertools
 import random
 from collections.abc import Iterable
+from typing import ClassVar
 
 import pytest
 import torch
 from layers import TOLERANCE, WAYS, error, make_layer, tensors_of
 from torch import Tensor
 
-from dsmoe_op import MoEConfig, checks, cuda, reference
+from dsmoe_op import MoEConfig, checks, cuda, reference, streams, tuning
 from dsmoe_op import schedule as schedules
 from dsmoe_op.checks import LAYER_FIELDS, Layer
 from dsmoe_op.kernels.launch import INTERPRET
@@ -25,7 +26,7 @@ from dsmoe_op.schedule import Launch, Step, Wait
 assert INTERPRET
 
 BUFFERS = (
-    "logits", "counters", "offsets", "sorted_slot", "row_of", "tiles", "slot_ids", "slot_weights",
+    "logits", "counters", "offsets", "sorted_slot", "row_of", "blocks", "slot_ids", "slot_weights",
     "h", "y", "gate", "shared_h", "shared", "out",
 )  # fmt: skip
 SCHEDULES = ("serial", "dual", "dual_shared_main", "fused")
@@ -72,17 +73,17 @@ class Run:
         self.layer = Layer(**{name: given.get(name) for name in LAYER_FIELDS})
         config = args["config"]
         dims = checks.check_layer(self.layer, config, schedule)
-        out = torch.empty(dims.T, dims.H, dtype=x.dtype) if finalized else None
-        self.call = cuda._Call(self.layer, dims, config, out)
+        tiles = tuning.layer_tiles(tuning.gemm_kind(x.dtype, False), *dims[:4], dims.S)
+        specs = itertools.chain(*cuda._buffers(self.layer, dims, config, tiles, finalized))
+        buffers = {name: torch.empty(shape, dtype=dtype) for name, shape, dtype in specs}
+        self.call = cuda._Call(cuda._normalised(self.layer, dims, LAYER_FIELDS), dims, config, buffers, tiles, False)
         self.inputs = tensors_of(x, args)
         resolved = schedules.resolve(schedule, has_shared=dims.S > 0)
         present = frozenset(self.inputs) & schedules.OPTIONAL
         self.steps: tuple[Step, ...] = schedules.plan(
             resolved, present, zero_experts=config.num_zero_experts > 0, finalized=finalized, alt_first=alt_first
         )
-        self.buffers = {name: getattr(self.call, "gate_T" if name == "gate" else name, None) for name in BUFFERS}
-        inputs = {t.data_ptr() for t in self.inputs.values()}
-        self.buffers = {n: t for n, t in self.buffers.items() if t is not None and t.data_ptr() not in inputs}
+        self.buffers = buffers
         for tensor in self.buffers.values():
             fill(tensor)
 
@@ -98,7 +99,7 @@ class Run:
     @property
     def pieces(self) -> tuple[Tensor, ...]:
         c = self.call
-        return c.y, c.slot_ids, c.slot_weights, c.row_of, c.shared
+        return c.y, c.slot_ids, c.slot_weights, c.rows.row_of_TK, c.shared
 
 
 def same(a: Tensor, b: Tensor) -> bool:
@@ -160,11 +161,42 @@ def test_unfinalized_and_finalize_give_the_bits_of_the_one_call(monkeypatch, nam
     assert same(cuda.finalize(*pieces, x, args["config"]), Run(x, args, schedule).issue().out)
 
 
+class OneStream:
+    """Both lanes, where there are no streams."""
+
+    handles: ClassVar = {"main": None, "alt": None}
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("name", CONFIGS)
+def test_calls_by_a_plan_compute_the_reference_each_on_its_own_tensors(monkeypatch, name, schedule) -> None:
+    monkeypatch.setattr(cuda, "_on_device", contextlib.nullcontext)
+    monkeypatch.setattr(cuda, "_prepare", lambda kind, launch: None)
+    monkeypatch.setattr(streams, "lanes", lambda device: OneStream)
+    monkeypatch.setattr(streams, "current_handle", lambda device: None)
+    way = random.choice(WAYS)
+    call: checks.Checked | None = None
+    for _ in range(2):
+        x, args = make(name, way)
+        layer = Layer(**{n: {"hidden_states": x, **args}.get(n) for n in LAYER_FIELDS})
+        config = args["config"]
+        call = call or checks.Checked(checks.check_layer(layer, config, schedule), config, schedule)
+        expected = reference.moe(x, **args)
+        out = cuda.moe(layer, call)
+        assert out.shape == x.shape
+        assert error(out, expected) < TOLERANCE[torch.float32]
+        pieces = cuda.moe_unfinalized(layer, call)
+        assert same(cuda.finalize(*pieces, x, config), out)
+        assert len({t.untyped_storage().data_ptr() for t in pieces}) == 5
+    assert call is not None
+    assert len(call.plans) == 2
+
+
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("name", ["scaled_output", "weight_on_input"])
 def test_rows_of_y_after_the_last_experts_are_zeros(name, schedule) -> None:
     run = Run(*make(name, "topk_ids"), schedule, finalized=False).issue()
-    rows = int(run.call.row_of.max()) + 1
+    rows = int(run.call.rows.row_of_TK.max()) + 1
     assert rows < len(run.call.y)
     assert same(run.call.y[rows:], torch.zeros_like(run.call.y[rows:]))
 
@@ -193,7 +225,7 @@ def test_no_input_is_written_resized_or_moved(schedule) -> None:
 def test_a_launch_touches_what_its_schedule_says_and_nothing_else(name, schedule, finalized, way) -> None:
     """Each launch once on true tensors, once with garbage in all that it does not declare."""
     x, args = make(name, way)
-    while not Run(x, args, "serial").issue().call.offsets[-1]:  # no expert of this rank was chosen: no row to write
+    while not Run(x, args, "serial").issue().buffers["offsets"][-1]:  # no expert of this rank was chosen: no row to write
         x, args = make(name, way)
     run = Run(x, args, schedule, finalized=finalized)
     tensors = {**run.inputs, **run.buffers}
@@ -229,7 +261,8 @@ def test_every_buffer_of_a_call_is_one_that_the_schedule_names(way) -> None:
     """A tensor that a launch could use behind the schedule's back would escape its checker."""
     run = Run(*make("deepseek", way), "dual")
     known = {t.data_ptr() for t in (*run.inputs.values(), *run.buffers.values())}
-    tensors = {n: t for n, t in vars(run.call).items() if isinstance(t, Tensor) and t.numel()}
+    held = {**vars(run.call), **run.call.rows._asdict()}
+    tensors = {n: t for n, t in held.items() if isinstance(t, Tensor) and t.numel()}
     assert {n for n, t in tensors.items() if t.data_ptr() not in known} == set()
 
 

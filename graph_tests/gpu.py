@@ -15,7 +15,7 @@ import torch
 from layers import make_layer
 from torch import Tensor
 
-from dsmoe_op import MoEConfig, dual_stream_moe, reference
+from dsmoe_op import MoEConfig, dual_stream_moe, reference, streams
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
@@ -116,16 +116,14 @@ def issuing(wrap: Callable[[Callable[[], None], str], None]) -> Iterator[None]:
     """Each launch of a layer inside goes through wrap(launch, name), on the stream where it is issued."""
     from dsmoe_op import cuda
 
-    original = cuda._Call.issue
+    original = cuda._Plan.issue
 
-    def issue(self: Any, name: str) -> None:
-        if self.warmup:
-            original(self, name)
-        else:
-            wrap(lambda: original(self, name), name)
+    def issue(self: Any, table: Any, name: str, stream: int) -> None:
+        with streams.current_stream(stream):
+            wrap(lambda: original(self, table, name, stream), name)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(cuda._Call, "issue", issue)
+        patch.setattr(cuda._Plan, "issue", issue)
         yield
 
 

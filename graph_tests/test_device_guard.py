@@ -63,36 +63,38 @@ def guarded(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
 
     monkeypatch.setattr(cuda, "_on_device", guard)
     monkeypatch.setattr(cuda, "_prepare", lambda kind, launch: launch(warmup=True))
-    monkeypatch.setattr(cuda._Call, "run", launch)
-    for name in ("router_logits", "choose", "finalize"):
+    monkeypatch.setattr(cuda.schedules, "execute", launch)
+    for name in ("router_logits", "choose", "sort_rows", "gemm1", "gemm2", "shared_gate", "finalize"):
         monkeypatch.setattr(cuda.kernels, name, launch)
     return inside
 
 
-def make_call(**options: object) -> tuple[Layer, checks.Dims, dict]:
+def make_call(**options: object) -> tuple[Layer, checks.Checked, dict]:
     x, args = make_layer(shared_gate=True, **options)
     config = args["config"]
     layer = Layer(**{name: {"hidden_states": x, **args}.get(name) for name in LAYER_FIELDS})
-    return layer, checks.check_layer(layer, config), args
+    return layer, checks.Checked(checks.check_layer(layer, config), config, "dual"), args
 
 
 @pytest.mark.parametrize("entry", [cuda.moe, cuda.moe_unfinalized])
 def test_a_layer_runs_under_the_guard(guarded, entry) -> None:
-    layer, dims, args = make_call()
-    entry(layer, dims, args["config"], "dual")
-    assert guarded == [True]
+    layer, called, _ = make_call()
+    entry(layer, called)
+    assert guarded == [True] * len(guarded)
+    assert len(guarded) > 2 * 8  # each kernel loaded and bound, and the run
 
 
 def test_route_launches_under_the_guard(guarded) -> None:
-    layer, dims, args = make_call()
+    layer, called, args = make_call()
     tensors = {name: t for name, t in routing_of(args).items() if name != "config"}
     routing = checks.Routing(layer.hidden_states, **{**dict.fromkeys(checks.Routing._fields[1:]), **tensors})
-    cuda.route(routing, dims.T, dims.E, args["config"])
+    cuda.route(routing, called.dims.T, called.dims.E, args["config"])
     assert guarded == [True] * 4  # two kernels, each loaded and launched
 
 
 def test_finalize_launches_under_the_guard(guarded) -> None:
-    layer, dims, args = make_call()
-    y, ids, weights, row_of, shared = cuda.moe_unfinalized(layer, dims, args["config"], "dual")
+    layer, called, args = make_call()
+    y, ids, weights, row_of, shared = cuda.moe_unfinalized(layer, called)
+    guarded.clear()
     cuda.finalize(y, ids, weights, row_of, shared, None, args["config"])
-    assert guarded == [True] * 3  # the layer's run; the kernel, loaded and launched
+    assert guarded == [True] * 2  # the kernel, loaded and launched

@@ -26,12 +26,14 @@ class Boom(Exception):
     pass
 
 
-class FakeStream:
-    def __init__(self, name: str, cuda_stream: int, log: list[str]) -> None:
-        self.name, self.cuda_stream, self.log = name, cuda_stream, log
+class FakeLanes:
+    """Two streams by handle, whose waits are written down."""
 
-    def wait_stream(self, other: FakeStream) -> None:
-        self.log.append(f"{self.name} waits for {other.name}")
+    def __init__(self, main: int, alt: int, log: list[str]) -> None:
+        self.handles, self.log = {"main": main, "alt": alt}, log
+
+    def wait(self, waiter: str, on: str) -> None:
+        self.log.append(f"{waiter} waits for {on}")
 
 
 class Machine:
@@ -39,26 +41,28 @@ class Machine:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, *, one_stream: bool = False) -> None:
         self.log: list[str] = []
-        self.main = FakeStream("main", 7, self.log)
-        self.alt = FakeStream("alt", 7 if one_stream else 8, self.log)
-        self.current = self.main
-        self.asked_for: list[object] = []
+        self.names = {7: "main"} if one_stream else {7: "main", 8: "alt"}
+        self.asked_for: list[int] = []
 
-        def current_stream(device: object = None) -> FakeStream:
+        def lanes(device: int) -> FakeLanes:
             self.asked_for.append(device)
-            return self.current
+            return FakeLanes(7, 7 if one_stream else 8, self.log)
 
-        monkeypatch.setattr(torch.cuda, "current_stream", current_stream)
-        monkeypatch.setattr(torch.cuda, "set_stream", lambda stream: setattr(self, "current", stream))
-        monkeypatch.setattr(streams, "alt_stream", lambda caller: self.alt)
+        def current_handle(device: int) -> int:
+            self.asked_for.append(device)
+            return 7
+
+        monkeypatch.setattr(streams, "lanes", lanes)
+        monkeypatch.setattr(streams, "current_handle", current_handle)
+        monkeypatch.setattr(torch.cuda, "set_stream", None)  # PyTorch's current stream stays as it is
         assert schedules.streams is streams
 
-    def issue(self, name: str) -> None:
-        self.log.append(f"{name} on {self.current.name}")
+    def issue(self, name: str, stream: int) -> None:
+        self.log.append(f"{name} on {self.names[stream]}")
 
-    def failing(self, at: str) -> Callable[[str], None]:
-        def issue(name: str) -> None:
-            self.issue(name)
+    def failing(self, at: str) -> Callable[[str, int], None]:
+        def issue(name: str, stream: int) -> None:
+            self.issue(name, stream)
             if name == at:
                 raise Boom
 
@@ -75,29 +79,24 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
 
 
 @pytest.mark.parametrize("steps", LAYERS)
-def test_every_step_is_issued_in_order_on_its_stream_and_waits_are_wait_stream(machine, steps) -> None:
+def test_every_step_is_issued_in_order_on_its_stream(machine, steps) -> None:
     execute(steps, machine.issue, DEVICE)
     assert machine.log == [told(step) for step in steps]
 
 
-@pytest.mark.parametrize("steps", LAYERS)
-def test_the_callers_stream_is_current_again_afterwards(machine, steps) -> None:
-    execute(steps, machine.issue, DEVICE)
-    assert machine.current is machine.main
-
-
-def test_the_caller_is_the_current_stream_of_the_tensors_device(machine) -> None:
-    execute(DUAL, machine.issue, torch.device("cuda", 3))
-    assert machine.asked_for == [torch.device("cuda", 3)]
+@pytest.mark.parametrize("schedule", ["serial", "dual"])
+def test_the_caller_is_the_current_stream_of_the_tensors_device(machine, schedule) -> None:
+    steps = plan(schedule, PRESENT, zero_experts=False, finalized=True)
+    execute(steps, machine.issue, torch.device("cuda", 3))
+    assert machine.asked_for == [3]
 
 
 @pytest.mark.parametrize("steps", LAYERS)
-def test_an_exception_at_any_launch_leaves_the_streams_joined_and_the_callers_stream_current(machine, steps) -> None:
+def test_an_exception_at_any_launch_leaves_the_streams_joined(machine, steps) -> None:
     for launch in (step for step in steps if isinstance(step, Launch)):
         machine.log.clear()
         with pytest.raises(Boom):
             execute(steps, machine.failing(launch.name), DEVICE)
-        assert machine.current is machine.main
         on_alt = [i for i, line in enumerate(machine.log) if line.endswith("on alt") or line == "alt waits for main"]
         assert machine.log.index("main waits for alt") > max(on_alt)
         assert machine.log.count("main waits for alt") == 1

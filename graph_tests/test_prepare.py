@@ -53,7 +53,7 @@ class Recorder:
     def execute(self, steps, issue, device) -> None:
         for step in steps:
             if isinstance(step, Launch):
-                issue(step.name)
+                issue(step.name, 0)
 
 
 @pytest.fixture
@@ -65,9 +65,10 @@ def call(x: Tensor, args: dict, *, schedule: str = "dual", entry: Any = cuda.moe
     given = {"hidden_states": x, **args}
     layer = Layer(**{name: given.get(name) for name in LAYER_FIELDS})
     dims = checks.check_layer(layer, args["config"], schedule)
+    called = checks.Checked(dims, args["config"], schedule)
     with pytest.MonkeyPatch.context() as m:
         m.setattr(cuda, "_on_device", contextlib.nullcontext)
-        entry(layer, dims, args["config"], schedule)
+        entry(layer, called)
 
 
 @pytest.mark.parametrize("entry", [cuda.moe, cuda.moe_unfinalized])

@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import threading
 from collections import defaultdict
+from typing import ClassVar
 
 import pytest
 import torch
@@ -39,6 +40,7 @@ class Table:
         monkeypatch.setattr(streams, "_free", defaultdict(list))
         monkeypatch.setattr(streams, "_own", {})
         monkeypatch.setattr(streams, "_given", {})
+        monkeypatch.setattr(streams, "_lanes", {})
 
     def make(self, device: int, count: int) -> list[FakeStream]:
         assert self.relaxed, "a capture would refuse to make a stream"
@@ -156,3 +158,89 @@ def test_a_refused_stream_changes_nothing(table) -> None:
     with pytest.raises(ValueError, match="caller"):
         streams.set_alt_stream(FakeStream(1, 1), caller=caller)
     assert streams.alt_stream(caller) == usual
+
+
+class FakeEvent:
+    """Stands for all that was issued on a stream when it was recorded last."""
+
+    made: ClassVar[list[FakeEvent]] = []
+
+    def __init__(self) -> None:
+        self.recorded: list[object] = []
+        self.made.append(self)
+
+    def record(self, stream: object) -> None:
+        self.recorded.append(stream)
+
+    def wait(self, stream: object) -> None:
+        LOG.append((stream, self.recorded[-1]))
+
+
+LOG: list[tuple[object, object]] = []
+
+
+@pytest.fixture
+def lanes_of(table, monkeypatch):
+    """The lanes of a caller."""
+    LOG.clear()
+    FakeEvent.made.clear()
+
+    def lanes(caller: FakeStream) -> streams.Lanes:
+        monkeypatch.setattr(streams, "current_handle", lambda device: caller.cuda_stream)
+        monkeypatch.setattr(torch.cuda, "current_stream", lambda device: caller)
+        return streams.lanes(caller.device_index)
+
+    monkeypatch.setattr(torch.cuda, "Event", FakeEvent)
+    monkeypatch.setattr(streams, "_is_replaced", lambda wait_stream: False)
+    monkeypatch.setattr(FakeStream, "wait_stream", None, raising=False)
+    return lanes
+
+
+def test_lanes_are_the_caller_and_its_side_stream(lanes_of) -> None:
+    for caller in callers(4, device=1):
+        assert lanes_of(caller).handles == {"main": caller.cuda_stream, "alt": streams.alt_stream(caller).cuda_stream}
+
+
+def test_waits_record_what_is_waited_for_each_time_and_make_no_events(lanes_of) -> None:
+    (caller,) = callers(1)
+    alt = streams.alt_stream(caller)
+    for _ in range(3):
+        lanes = lanes_of(caller)
+        lanes.wait("alt", "main")
+        lanes.wait("main", "alt")
+    assert LOG[:] == [(alt, caller), (caller, alt)] * 3
+    assert len(FakeEvent.made) == 2
+
+
+def test_an_event_belongs_to_one_stream(lanes_of) -> None:
+    """So that a record of another thread, on the same streams, stands for no less than this thread's."""
+    for caller in callers(3):
+        for _ in range(2):
+            lanes_of(caller).wait("alt", "main")
+            lanes_of(caller).wait("main", "alt")
+    assert [len(set(event.recorded)) for event in FakeEvent.made] == [1] * 6
+
+
+def test_lanes_follow_a_servers_own_stream(lanes_of) -> None:
+    (caller,) = callers(1)
+    usual = lanes_of(caller).handles["alt"]
+    streams.set_alt_stream(FakeStream(0, 99))
+    assert lanes_of(caller).handles["alt"] == 99
+    streams.set_alt_stream(None)
+    assert lanes_of(caller).handles["alt"] == usual
+
+
+def test_a_server_that_replaced_wait_stream_sees_each_fork_and_join(monkeypatch) -> None:
+    seen: list[tuple[object, object]] = []
+    main, alt = callers(2)
+    monkeypatch.setattr(torch.cuda, "Event", FakeEvent)
+    lanes = streams.Lanes(main, alt)
+    monkeypatch.setattr(torch.cuda.Stream, "wait_stream", lambda self, other: seen.append((self, other)))
+    monkeypatch.setattr(FakeStream, "wait_stream", lambda self, other: seen.append((self, other)), raising=False)
+    lanes.wait("alt", "main")
+    lanes.wait("main", "alt")
+    assert seen == [(alt, main), (main, alt)]
+
+
+def test_pytorchs_own_wait_stream_is_known_as_such() -> None:
+    assert not streams._is_replaced(torch.cuda.Stream.wait_stream)

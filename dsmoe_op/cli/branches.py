@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from dsmoe_op import MoEConfig, dual_stream_moe
 from dsmoe_op import schedule as schedules
+from dsmoe_op.streams import current_stream
 
 Call = Callable[[Tensor], Tensor]
 Late = Callable[[Tensor, int], Tensor]
@@ -169,18 +170,19 @@ def delayed_launches(ns: Tensor) -> Iterator[list[str]]:
     execute = schedules.execute
     delayed: list[str] = []
 
-    def execute_late(steps: Any, issue: Callable[[str], None], device: torch.device) -> None:
+    def execute_late(steps: Any, issue: Callable[[str, int], None], device: torch.device) -> None:
         first: dict[str, str] = {}
         for step in steps:
             if isinstance(step, schedules.Launch):
                 first.setdefault(step.stream, step.name)
         where = {name: ROUTED if stream == "main" else SHARED for stream, name in first.items()}
 
-        def issue_late(name: str) -> None:
+        def issue_late(name: str, stream: int) -> None:
             if name in where:
-                delay(ns, where[name])
+                with current_stream(stream):
+                    delay(ns, where[name])
                 delayed.append(name)
-            issue(name)
+            issue(name, stream)
 
         execute(steps, issue_late, device)
 

@@ -8,26 +8,29 @@ variant that it could choose for these dtypes, sizes and strides at any T, and l
 from dsmoe_op.kernels.finalize import finalize
 from dsmoe_op.kernels.gate import shared_gate
 from dsmoe_op.kernels.gemm import gemm1, gemm2
-from dsmoe_op.kernels.launch import compile_together, row_stride
-from dsmoe_op.kernels.order import Rows, num_chunks, num_counters, num_tiles, tile_rows
+from dsmoe_op.kernels.launch import Bound, Direct, Recording, Table, compile_together, row_stride
+from dsmoe_op.kernels.order import Rows, num_blocks, num_chunks, num_counters
 from dsmoe_op.kernels.route import choose, order_rows, zero_counters
 from dsmoe_op.kernels.router import router_logits, router_splits
 
 __all__ = [
+    "Bound",
+    "Direct",
+    "Recording",
     "Rows",
+    "Table",
     "choose",
     "compile_together",
     "finalize",
     "gemm1",
     "gemm2",
+    "num_blocks",
     "num_chunks",
     "num_counters",
-    "num_tiles",
     "order_rows",
     "router_logits",
     "router_splits",
     "row_stride",
     "shared_gate",
-    "tile_rows",
     "zero_counters",
 ]

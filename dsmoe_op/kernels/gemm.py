@@ -3,8 +3,8 @@
 GEMM 1 takes rows of x (gathered by sorted_slot where they are routed) through w13 and the activation to h.
 GEMM 2 takes rows of h through w2 to y. A launch covers the routed tiles, the shared expert's, or both ("fused").
 
-A routed program finds its expert and rows from `offsets` on the device; the grid is a bound that holds for any routing,
-so nothing is read on the host and a captured launch stays right. Programs beyond the real tiles return.
+A routed program finds its expert and rows in the map `blocks`, made on the device; the grid is a bound that holds for
+any routing, so nothing is read on the host and a captured launch stays right. Programs beyond the real blocks return.
 """
 
 from __future__ import annotations
@@ -14,19 +14,21 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from dsmoe_op.config import MoEConfig
 from dsmoe_op.kernels.launch import INTERPRET, launch, row_stride
-from dsmoe_op.tuning import gemm_kind, gemm_tile, gemm_variants
+from dsmoe_op.tuning import Tile
 
 
 def gemm1(
     x_TH: Tensor,
     *,
     config: MoEConfig,
+    tile: Tile,
     w13: Tensor | None = None,
     w13_bias: Tensor | None = None,
-    offsets: Tensor | None = None,
+    blocks: Tensor | None = None,
     sorted_slot_N: Tensor | None = None,
     topk_weights_TK: Tensor | None = None,
     h_NI: Tensor | None = None,
@@ -40,24 +42,24 @@ def gemm1(
 
     Args:
         x_TH: [T, H] any row stride, unit stride in the last dim.
+        tile: its block_m is that of `blocks`.
         w13: [E, 2I, H] ([E, I, H] where the activation is not gated), unit stride in one of the last two dims.
         w13_bias: [E, 2I] contiguous, dtype of x or float32.
-        offsets, sorted_slot_N: as `sort_rows` leaves them.
+        blocks, sorted_slot_N: as `order_rows` leaves them (`Rows`).
         topk_weights_TK: float32 [T, K] contiguous; read with config.apply_router_weight_on_input alone.
-        h_NI: written up to row offsets[E]; [T*K, I] contiguous.
+        h_NI: the experts' rows are written; [T*K, I] contiguous.
         shared_w13: [2S, H] ([S, H]), unit stride in one dim.
         h_shared_TS: written; [T, S] contiguous; zeros from num_valid_tokens on.
         num_valid_tokens: int32 [1], for the shared rows; the routed ones have none beyond it.
         allow_tf32: float32 products may be tf32.
     """
-    T = x_TH.shape[0]
-    if T == 0:
+    if x_TH.shape[0] == 0:
         return
     routed = shared = None
     if w13 is not None:
         assert h_NI is not None
         weight_on_input = topk_weights_TK if config.apply_router_weight_on_input else None
-        routed = _Part(x_TH, w13, h_NI, w13_bias, offsets, sorted_slot_N, weight_on_input)
+        routed = _Part(x_TH, w13, h_NI, w13_bias, blocks, sorted_slot_N, weight_on_input)
     if shared_w13 is not None:
         assert h_shared_TS is not None
         shared = _Part(x_TH, shared_w13, h_shared_TS)
@@ -68,15 +70,16 @@ def gemm1(
         "SHARED_CLAMP": config.clamp_shared,
         "CLAMP_AFTER": config.clamp_after_activation,
     }
-    _grouped("gemm1", T, config.top_k, routed, shared, num_valid_tokens, False, activation, allow_tf32, warmup)
+    _grouped(tile, config.top_k, routed, shared, num_valid_tokens, False, activation, allow_tf32, warmup)
 
 
 def gemm2(
     *,
     config: MoEConfig,
+    tile: Tile,
     w2: Tensor | None = None,
     w2_bias: Tensor | None = None,
-    offsets: Tensor | None = None,
+    blocks: Tensor | None = None,
     h_NI: Tensor | None = None,
     y_NH: Tensor | None = None,
     zero_tail: bool = False,
@@ -91,11 +94,12 @@ def gemm2(
     """y = h w2^T + bias, rounded once. Routed where w2 is given, shared where shared_w2 is; both fuse them.
 
     Args:
+        tile: its block_m is that of `blocks`.
         w2: [E, H, I], unit stride in one of the last two dims.
         w2_bias: [E, H] contiguous, dtype of h or float32.
-        offsets, h_NI: as `sort_rows` and `gemm1` leave them.
-        y_NH: written up to row offsets[E]; [T*K, H] contiguous.
-        zero_tail: the rows from offsets[E] on are written too, as zeros.
+        blocks, h_NI: as `order_rows` and `gemm1` leave them.
+        y_NH: the experts' rows are written; [T*K, H] contiguous.
+        zero_tail: the rows that no expert has are written too, as zeros.
         shared_w2: [H, S], unit stride in one dim.
         h_shared_TS: [T, S] contiguous, from `gemm1`.
         gate_T: float32 [T], multiplies the shared row before it is rounded.
@@ -103,19 +107,16 @@ def gemm2(
         num_valid_tokens, allow_tf32: as in `gemm1`.
     """
     routed = shared = None
-    T = 0
     if w2 is not None:
         assert h_NI is not None
         assert y_NH is not None
-        routed = _Part(h_NI, w2, y_NH, w2_bias, offsets)
-        T = y_NH.shape[0] // config.top_k
+        routed = _Part(h_NI, w2, y_NH, w2_bias, blocks)
     if shared_w2 is not None:
         assert h_shared_TS is not None
         assert shared_TH is not None
         shared = _Part(h_shared_TS, shared_w2, shared_TH, gate=gate_T)
-        T = shared_TH.shape[0]
-    if T:
-        _grouped("gemm2", T, config.top_k, routed, shared, num_valid_tokens, zero_tail, {}, allow_tf32, warmup)
+    if any(part is not None and part.out.shape[0] for part in (routed, shared)):
+        _grouped(tile, config.top_k, routed, shared, num_valid_tokens, zero_tail, {}, allow_tf32, warmup)
 
 
 class _Part(NamedTuple):
@@ -125,7 +126,7 @@ class _Part(NamedTuple):
     w: Tensor
     out: Tensor
     bias: Tensor | None = None
-    offsets: Tensor | None = None
+    blocks: Tensor | None = None
     sorted_slot: Tensor | None = None
     weight_on_input: Tensor | None = None
     gate: Tensor | None = None
@@ -135,8 +136,7 @@ _ABSENT = _Part(None, None, None)  # type: ignore[arg-type]
 
 
 def _grouped(
-    kernel: str,
-    T: int,
+    tile: Tile,
     K: int,
     routed: _Part | None,
     shared: _Part | None,
@@ -149,57 +149,81 @@ def _grouped(
     r, s = routed or _ABSENT, shared or _ABSENT
     some = routed or shared
     assert some is not None
-    E = r.w.shape[0] if routed else 1
-    kind = gemm_kind(some.a.dtype, allow_tf32)
-    tiles = gemm_variants(kernel, kind) if warmup else (gemm_tile(kernel, kind, T * K / E if routed else T),)
-    for tile in tiles:
-        routed_programs = shared_programs = 0
-        if routed:
-            # Each expert that has rows may have one partly filled block, and so may the tail.
-            partial = min(E + zero_tail, T * K)
-            blocks = partial + (T * K - partial) // tile.block_m
-            routed_programs = blocks * triton.cdiv(r.out.shape[1], tile.block_n)
-        if shared:
-            shared_programs = triton.cdiv(T, tile.block_m) * triton.cdiv(s.out.shape[1], tile.block_n)
-        args = (
-            r.a,
-            row_stride(r.a) if routed else 0,
-            r.w,
-            r.bias,
-            r.out,
-            r.offsets,
-            r.sorted_slot,
-            r.weight_on_input,
-            s.a,
-            row_stride(s.a) if shared else 0,
-            s.w,
-            s.out,
-            s.gate,
-            num_valid_tokens if shared else None,
-            T,
-            routed_programs,
-        )
-        meta = {
-            "E": E,
-            "E_PAD": triton.next_power_of_2(E),
-            "K": K,
-            "COLUMNS": r.out.shape[1] if routed else 0,
-            "INNER": r.a.shape[1] if routed else 0,
-            "STRIDES": r.w.stride() if routed else (0, 0, 0),
-            "SHARED_COLUMNS": s.out.shape[1] if shared else 0,
-            "SHARED_INNER": s.a.shape[1] if shared else 0,
-            "SHARED_STRIDES": s.w.stride() if shared else (0, 0),
-            "ZERO_TAIL": zero_tail,
-            "BLOCK_M": tile.block_m,
-            "BLOCK_N": tile.block_n,
-            "BLOCK_K": tile.block_k,
-            "PRECISION": "tf32" if kind == "tf32" else "ieee",
-            "INTERPRET": INTERPRET,
-            "num_warps": tile.num_warps,
-            "num_stages": tile.num_stages,
-            **activation,
-        }
-        launch(_grouped_gemm, (routed_programs + shared_programs,), args, meta, warmup=warmup)
+    routed_programs = shared_programs = num_blocks = 0
+    if routed:
+        assert r.blocks is not None
+        num_blocks = r.blocks.shape[1]
+        routed_programs = num_blocks * triton.cdiv(r.out.shape[1], tile.block_n)
+    if shared:
+        shared_programs = triton.cdiv(s.out.shape[0], tile.block_m) * triton.cdiv(s.out.shape[1], tile.block_n)
+    order = activation.get("ORDER")
+    gated = bool(activation) and activation["ACTIVATION"] != "relu2"
+    r_desc = _descriptor(r.w, tile, gated, order) if routed else None
+    s_desc = _descriptor(s.w, tile, gated, "gate_up") if shared else None
+    args = (
+        r.a,
+        row_stride(r.a) if routed else 0,
+        None if r_desc else r.w,
+        r_desc,
+        r.bias,
+        r.out,
+        r.blocks,
+        num_blocks,
+        r.sorted_slot,
+        r.weight_on_input,
+        s.a,
+        row_stride(s.a) if shared else 0,
+        None if s_desc else s.w,
+        s_desc,
+        s.out,
+        s.gate,
+        num_valid_tokens if shared else None,
+        s.out.shape[0] if shared else 0,
+        routed_programs,
+    )
+    meta = {
+        "K": K,
+        "COLUMNS": r.out.shape[1] if routed else 0,
+        "INNER": r.a.shape[1] if routed else 0,
+        "STRIDES": r.w.stride() if routed else (0, 0, 0),
+        "SHARED_COLUMNS": s.out.shape[1] if shared else 0,
+        "SHARED_INNER": s.a.shape[1] if shared else 0,
+        "SHARED_STRIDES": s.w.stride() if shared else (0, 0),
+        "ZERO_TAIL": zero_tail,
+        "BLOCK_M": tile.block_m,
+        "LEAST_M": tile.least_m or tile.block_m,
+        "BLOCK_N": tile.block_n,
+        "BLOCK_K": tile.block_k,
+        "SWAP": tile.swap,
+        "PRECISION": "tf32" if allow_tf32 else "ieee",
+        "INTERPRET": INTERPRET,
+        "num_warps": tile.num_warps,
+        "num_stages": tile.num_stages,
+        **activation,
+    }
+    launch(_grouped_gemm, (routed_programs + shared_programs,), args, meta, warmup=warmup)
+
+
+def _descriptor(w: Tensor, tile: Tile, gated: bool, order: str | None) -> TensorDescriptor | None:
+    """What the copy engine needs to fetch a tile of w [E, rows, inner] in one box; None where it cannot.
+
+    Gate and up rows that lie apart are two planes of a view [2E, rows / 2, inner], so that a box takes both.
+    """
+    E, rows, inner = (1, *w.shape) if w.dim() == 2 else w.shape
+    stride_row, stride_inner = w.stride()[-2:]
+    stride_e = rows * stride_row if w.dim() == 2 else w.stride(0)
+    aligned = all(n * w.element_size() % 16 == 0 for n in (stride_row, stride_e)) and w.data_ptr() % 16 == 0
+    if not tile.tma or stride_inner != 1 or not aligned or min(stride_row, stride_e) <= 0:
+        return None
+    if not gated or order == "interleaved":
+        box = [1, 2 * tile.block_n if gated else tile.block_n, tile.block_k]
+        return TensorDescriptor(w, [E, rows, inner], [stride_e, stride_row, 1], box)
+    if stride_e != rows * stride_row:
+        return None
+    half = rows // 2
+    return TensorDescriptor(
+        w, [2 * E, half, inner], [half * stride_row, stride_row, 1], [2, tile.block_n, tile.block_k]
+    )
 
 
 @triton.jit
@@ -236,11 +260,28 @@ def _activate(gate, up, ACTIVATION: tl.constexpr, CLAMP: tl.constexpr, CLAMP_AFT
 
 
 @triton.jit
+def _halves(sum, INTERLEAVED: tl.constexpr, SWAP: tl.constexpr):
+    """The two [BLOCK_M, BLOCK_N] tiles of the first and second rows of each pair of w."""
+    if SWAP:
+        if INTERLEAVED:
+            first, second = tl.split(tl.permute(tl.reshape(sum, [sum.shape[0] // 2, 2, sum.shape[1]]), [2, 0, 1]))
+        else:
+            first, second = tl.split(tl.permute(tl.reshape(sum, [2, sum.shape[0] // 2, sum.shape[1]]), [2, 1, 0]))
+    elif INTERLEAVED:
+        first, second = tl.split(tl.reshape(sum, [sum.shape[0], sum.shape[1] // 2, 2]))
+    else:
+        first, second = tl.split(tl.permute(tl.reshape(sum, [sum.shape[0], 2, sum.shape[1] // 2]), [0, 2, 1]))
+    return first, second
+
+
+@triton.jit
 def _tile(
     a_rows_M,
     in_M,
     weight_on_input_M,
     w_ptr,
+    w_desc,
+    expert,
     bias_ptr,
     column,
     COLUMNS: tl.constexpr,
@@ -255,89 +296,210 @@ def _tile(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    SWAP: tl.constexpr,
     PRECISION: tl.constexpr,
     INTERPRET: tl.constexpr,
 ):
-    """float32 [BLOCK_M, BLOCK_N] of output columns from `column` on; a_rows_M points to the start of each row."""
-    GATED: tl.constexpr = ACTIVATION is not None and ACTIVATION != "relu2"
-    c_N = column + tl.arange(0, BLOCK_N)
-    in_N = c_N < COLUMNS
-    # Rows of w: a gated pair lies COLUMNS apart, or side by side.
-    if GATED and ORDER == "interleaved":
-        row_N = 2 * c_N
-        up_row_N = row_N + 1
-    elif GATED and ORDER == "up_gate":
-        row_N = c_N + COLUMNS
-        up_row_N = c_N
-    else:
-        row_N = c_N
-        up_row_N = c_N + COLUMNS
+    """float32 [BLOCK_M, BLOCK_N] of output columns from `column` on.
 
+    a_rows_M points to the start of each row of a, also where in_M says that its result is not wanted. w_ptr points to
+    the expert's w; or w_desc describes that of all experts. A gated tile has 2 BLOCK_N rows of w, in one product.
+    SWAP puts the rows of w on the matrix unit's longer side.
+    """
+    GATED: tl.constexpr = ACTIVATION is not None and ACTIVATION != "relu2"
+    INTERLEAVED: tl.constexpr = GATED and ORDER == "interleaved"
+    ROWS: tl.constexpr = 2 * BLOCK_N if GATED else BLOCK_N
     d_K = tl.arange(0, BLOCK_K)
     a_ptrs = a_rows_M[:, None] + d_K[None, :]
-    w_ptrs = w_ptr + row_N.to(tl.int64)[None, :] * STRIDE_ROW + d_K.to(tl.int64)[:, None] * STRIDE_INNER
-    up_ptrs = w_ptr + up_row_N.to(tl.int64)[None, :] * STRIDE_ROW + d_K.to(tl.int64)[:, None] * STRIDE_INNER
-    sum_MN = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-    up_MN = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    if w_desc is None:
+        # Rows of w: a pair lies COLUMNS apart, or side by side.
+        r_N = tl.arange(0, ROWS)
+        if INTERLEAVED:
+            row_N = 2 * column + r_N
+            in_N = row_N < 2 * COLUMNS
+        else:
+            row_N = column + r_N % BLOCK_N
+            in_N = row_N < COLUMNS
+            row_N += r_N // BLOCK_N * COLUMNS
+        w_ptrs = w_ptr + row_N.to(tl.int64)[:, None] * STRIDE_ROW + d_K.to(tl.int64)[None, :] * STRIDE_INNER
+    if SWAP:
+        sum = tl.zeros([ROWS, BLOCK_M], tl.float32)
+    else:
+        sum = tl.zeros([BLOCK_M, ROWS], tl.float32)
     for start in range(0, INNER, BLOCK_K):
-        in_a = in_M[:, None]
-        in_w = in_N[None, :]
-        if INNER % BLOCK_K != 0:
-            in_K = d_K < INNER - start
-            in_a = in_a & in_K[None, :]
-            in_w = in_w & in_K[:, None]
-        a = tl.load(a_ptrs, mask=in_a, other=0.0)
+        # w first: x waits for its rows' numbers.
+        if w_desc is not None:
+            if GATED and not INTERLEAVED:
+                w = w_desc.load([2 * expert, column, start])
+            else:
+                w = w_desc.load([expert, ROWS // BLOCK_N * column, start])
+            w = w.reshape(ROWS, BLOCK_K)
+        else:
+            if COLUMNS % BLOCK_N == 0 and INNER % BLOCK_K == 0:
+                w = tl.load(w_ptrs)
+            else:
+                in_w = in_N[:, None] & (d_K < INNER - start)[None, :]
+                w = tl.load(w_ptrs, mask=in_w, other=0.0)
+            w_ptrs += BLOCK_K * STRIDE_INNER
+        if SWAP or INNER % BLOCK_K != 0:
+            # Few rows: not to fetch the others is worth a mask.
+            in_a = in_M[:, None]
+            if INNER % BLOCK_K != 0:
+                in_a = in_a & (d_K < INNER - start)[None, :]
+            a = tl.load(a_ptrs, mask=in_a, other=0.0)
+        else:
+            a = tl.load(a_ptrs)
+        a_ptrs += BLOCK_K
         if WEIGHT_ON_INPUT:
             a = (a.to(tl.float32) * weight_on_input_M[:, None]).to(a.dtype)
         if INTERPRET:  # its bf16 products are wrong
             a = a.to(tl.float32)
-        if COLUMNS % BLOCK_N == 0 and INNER % BLOCK_K == 0:
-            w = tl.load(w_ptrs)
+        w = w.to(a.dtype)
+        if SWAP:
+            sum = tl.dot(w, a.T, sum, input_precision=PRECISION)
         else:
-            w = tl.load(w_ptrs, mask=in_w, other=0.0)
-        sum_MN = tl.dot(a, w.to(a.dtype), sum_MN, input_precision=PRECISION)
-        if GATED:
-            if COLUMNS % BLOCK_N == 0 and INNER % BLOCK_K == 0:
-                up_w = tl.load(up_ptrs)
-            else:
-                up_w = tl.load(up_ptrs, mask=in_w, other=0.0)
-            up_MN = tl.dot(a, up_w.to(a.dtype), up_MN, input_precision=PRECISION)
-        a_ptrs += BLOCK_K
-        w_ptrs += BLOCK_K * STRIDE_INNER
-        up_ptrs += BLOCK_K * STRIDE_INNER
+            sum = tl.dot(a, w.T, sum, input_precision=PRECISION)
 
-    if bias_ptr is not None:
-        sum_MN += tl.load(bias_ptr + row_N, mask=in_N, other=0.0).to(tl.float32)[None, :]
-        if GATED:
-            up_MN += tl.load(bias_ptr + up_row_N, mask=in_N, other=0.0).to(tl.float32)[None, :]
-    if ACTIVATION is not None:
-        sum_MN = _activate(sum_MN, up_MN, ACTIVATION, CLAMP, CLAMP_AFTER)
-    return sum_MN
+    c_N = column + tl.arange(0, BLOCK_N)
+    in_N = c_N < COLUMNS
+    if GATED:
+        first, second = _halves(sum, INTERLEAVED, SWAP)
+        if ORDER == "up_gate":
+            first, second = second, first
+        gate_N = c_N
+        up_N = c_N + COLUMNS
+        if INTERLEAVED:
+            gate_N = 2 * c_N
+            up_N = 2 * c_N + 1
+        elif ORDER == "up_gate":
+            gate_N = c_N + COLUMNS
+            up_N = c_N
+        if bias_ptr is not None:
+            first += tl.load(bias_ptr + gate_N, mask=in_N, other=0.0).to(tl.float32)[None, :]
+            second += tl.load(bias_ptr + up_N, mask=in_N, other=0.0).to(tl.float32)[None, :]
+        return _activate(first, second, ACTIVATION, CLAMP, CLAMP_AFTER)
+    else:
+        if SWAP:
+            sum = sum.T
+        if bias_ptr is not None:
+            sum += tl.load(bias_ptr + c_N, mask=in_N, other=0.0).to(tl.float32)[None, :]
+        if ACTIVATION is not None:
+            sum = _activate(sum, sum, ACTIVATION, CLAMP, CLAMP_AFTER)
+        return sum
+
+
+@triton.jit
+def _block(
+    a_ptr,
+    a_stride,
+    sorted_slot_ptr,
+    weight_on_input_ptr,
+    w_ptr,
+    w_desc,
+    expert,
+    bias_ptr,
+    gate_ptr,
+    out_ptr,
+    row,
+    end,
+    out_end,
+    column,
+    K: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    INNER: tl.constexpr,
+    STRIDE_ROW: tl.constexpr,
+    STRIDE_INNER: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    ORDER: tl.constexpr,
+    CLAMP: tl.constexpr,
+    CLAMP_AFTER: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    LEAST_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    SWAP: tl.constexpr,
+    PRECISION: tl.constexpr,
+    INTERPRET: tl.constexpr,
+):
+    """Rows row..end-1 (at most BLOCK_M) of one expert's product; zeros from there to out_end.
+
+    A block that is half empty or emptier goes to a tile of half the height, down to LEAST_M.
+    """
+    if BLOCK_M > LEAST_M and out_end - row <= BLOCK_M // 2:
+        _block(
+            a_ptr, a_stride, sorted_slot_ptr, weight_on_input_ptr, w_ptr, w_desc, expert, bias_ptr, gate_ptr, out_ptr,
+            row, end, out_end, column, K, COLUMNS, INNER, STRIDE_ROW, STRIDE_INNER, ACTIVATION, ORDER, CLAMP,
+            CLAMP_AFTER, BLOCK_M // 2, LEAST_M, BLOCK_N, BLOCK_K, SWAP or BLOCK_M // 2 < 64, PRECISION, INTERPRET,
+        )  # fmt: skip
+    else:
+        rows_M = row + tl.arange(0, BLOCK_M)
+        in_M = rows_M < end
+        read_M = tl.where(in_M, rows_M, row)
+        weight_M = 1.0
+        if sorted_slot_ptr is not None:
+            slots_M = tl.load(sorted_slot_ptr + read_M)
+            read_M = slots_M // K
+            if weight_on_input_ptr is not None:
+                weight_M = tl.load(weight_on_input_ptr + slots_M)
+        out_MN = _tile(
+            a_ptr + read_M.to(tl.int64) * a_stride,
+            in_M,
+            weight_M,
+            w_ptr,
+            w_desc,
+            expert,
+            bias_ptr,
+            column,
+            COLUMNS,
+            INNER,
+            STRIDE_ROW,
+            STRIDE_INNER,
+            ACTIVATION,
+            ORDER,
+            CLAMP,
+            CLAMP_AFTER,
+            weight_on_input_ptr is not None,
+            BLOCK_M,
+            BLOCK_N,
+            BLOCK_K,
+            SWAP,
+            PRECISION,
+            INTERPRET,
+        )
+        in_out_M = rows_M < out_end
+        if gate_ptr is not None:
+            out_MN *= tl.load(gate_ptr + rows_M, mask=in_out_M, other=0.0)[:, None]
+        # Zeros whatever the weights hold.
+        out_MN = tl.where(in_M[:, None], out_MN, 0.0)
+        c_N = column + tl.arange(0, BLOCK_N)
+        out_ptrs = out_ptr + rows_M.to(tl.int64)[:, None] * COLUMNS + c_N[None, :]
+        tl.store(out_ptrs, out_MN.to(out_ptr.dtype.element_ty), mask=in_out_M[:, None] & (c_N < COLUMNS)[None, :])
 
 
 @triton.jit(
-    do_not_specialize=["T", "routed_programs"],
+    do_not_specialize=["T", "routed_programs", "num_blocks"],
     do_not_specialize_on_alignment=["bias_ptr", "weight_on_input_ptr", "num_valid_ptr"],
 )
 def _grouped_gemm(
     a_ptr,
     a_stride,
     w_ptr,
+    w_desc,
     bias_ptr,
     out_ptr,
-    offsets_ptr,
+    blocks_ptr,
+    num_blocks,
     sorted_slot_ptr,
     weight_on_input_ptr,
     shared_a_ptr,
     shared_a_stride,
     shared_w_ptr,
+    shared_w_desc,
     shared_out_ptr,
     gate_ptr,
     num_valid_ptr,
     T,
     routed_programs,
-    E: tl.constexpr,
-    E_PAD: tl.constexpr,
     K: tl.constexpr,
     COLUMNS: tl.constexpr,
     INNER: tl.constexpr,
@@ -347,8 +509,10 @@ def _grouped_gemm(
     SHARED_STRIDES: tl.constexpr,
     ZERO_TAIL: tl.constexpr,
     BLOCK_M: tl.constexpr,
+    LEAST_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    SWAP: tl.constexpr,
     PRECISION: tl.constexpr,
     INTERPRET: tl.constexpr,
     ACTIVATION: tl.constexpr = None,
@@ -358,102 +522,41 @@ def _grouped_gemm(
     CLAMP_AFTER: tl.constexpr = False,
 ):
     program = tl.program_id(0)
-    m_M = tl.arange(0, BLOCK_M)
-    if a_ptr is not None:  # noqa: SIM102 (the compiler decides the outer one)
+    if out_ptr is not None:  # noqa: SIM102 (the compiler decides the outer one)
         if program < routed_programs:
             block = program // tl.cdiv(COLUMNS, BLOCK_N)
             column = program % tl.cdiv(COLUMNS, BLOCK_N) * BLOCK_N
-            c_N = column + tl.arange(0, BLOCK_N)
-            in_N = c_N < COLUMNS
-            e_E = tl.arange(0, E_PAD)
-            first_E = tl.load(offsets_ptr + e_E, mask=e_E < E, other=0)
-            end_E = tl.load(offsets_ptr + e_E + 1, mask=e_E < E, other=0)
-            blocks_E = tl.cdiv(end_E - first_E, BLOCK_M)
-            last_E = tl.cumsum(blocks_E, 0)
-            num_blocks = tl.sum(blocks_E)
-            if block < num_blocks:
-                expert = tl.sum((last_E <= block).to(tl.int32))
-                is_mine_E = e_E == expert
-                row = tl.sum(tl.where(is_mine_E, first_E + (block - last_E + blocks_E) * BLOCK_M, 0))
-                end = tl.sum(tl.where(is_mine_E, end_E, 0))
-                rows_M = row + m_M
-                in_M = rows_M < end
-                weight_M = 1.0
-                if sorted_slot_ptr is not None:
-                    slots_M = tl.load(sorted_slot_ptr + rows_M, mask=in_M, other=0)
-                    a_rows_M = a_ptr + (slots_M // K).to(tl.int64) * a_stride
-                    if weight_on_input_ptr is not None:
-                        weight_M = tl.load(weight_on_input_ptr + slots_M, mask=in_M, other=0.0)
-                else:
-                    a_rows_M = a_ptr + rows_M.to(tl.int64) * a_stride
+            expert = tl.load(blocks_ptr + block)
+            row = tl.load(blocks_ptr + num_blocks + block)
+            end = tl.load(blocks_ptr + 2 * num_blocks + block)
+            if expert >= 0:
                 if bias_ptr is not None:
                     bias_ptr += expert * (COLUMNS if ACTIVATION is None or ACTIVATION == "relu2" else 2 * COLUMNS)
-                out_MN = _tile(
-                    a_rows_M,
-                    in_M,
-                    weight_M,
-                    w_ptr + expert.to(tl.int64) * STRIDES[0],
-                    bias_ptr,
-                    column,
-                    COLUMNS,
-                    INNER,
-                    STRIDES[1],
-                    STRIDES[2],
-                    ACTIVATION,
-                    ORDER,
-                    CLAMP,
-                    CLAMP_AFTER,
-                    weight_on_input_ptr is not None,
-                    BLOCK_M,
-                    BLOCK_N,
-                    BLOCK_K,
-                    PRECISION,
-                    INTERPRET,
-                )
-                out_ptrs = out_ptr + rows_M.to(tl.int64)[:, None] * COLUMNS + c_N[None, :]
-                tl.store(out_ptrs, out_MN.to(out_ptr.dtype.element_ty), mask=in_M[:, None] & in_N[None, :])
+                if w_desc is None:
+                    w_ptr += expert.to(tl.int64) * STRIDES[0]
+                _block(
+                    a_ptr, a_stride, sorted_slot_ptr, weight_on_input_ptr, w_ptr, w_desc, expert, bias_ptr, None,
+                    out_ptr, row, end, end, column, K, COLUMNS, INNER, STRIDES[1], STRIDES[2], ACTIVATION, ORDER, CLAMP,
+                    CLAMP_AFTER, BLOCK_M, LEAST_M, BLOCK_N, BLOCK_K, SWAP, PRECISION, INTERPRET,
+                )  # fmt: skip
             elif ZERO_TAIL:
-                rows_M = tl.load(offsets_ptr + E) + (block - num_blocks) * BLOCK_M + m_M
-                in_M = rows_M < T * K
+                rows_M = row + tl.arange(0, BLOCK_M)
+                c_N = column + tl.arange(0, BLOCK_N)
                 out_ptrs = out_ptr + rows_M.to(tl.int64)[:, None] * COLUMNS + c_N[None, :]
                 zeros_MN = tl.zeros([BLOCK_M, BLOCK_N], out_ptr.dtype.element_ty)
-                tl.store(out_ptrs, zeros_MN, mask=in_M[:, None] & in_N[None, :])
-    if shared_a_ptr is not None:  # noqa: SIM102
+                tl.store(out_ptrs, zeros_MN, mask=(rows_M < end)[:, None] & (c_N < COLUMNS)[None, :])
+    if shared_out_ptr is not None:  # noqa: SIM102
         if program >= routed_programs:
             block = (program - routed_programs) // tl.cdiv(SHARED_COLUMNS, BLOCK_N)
             column = (program - routed_programs) % tl.cdiv(SHARED_COLUMNS, BLOCK_N) * BLOCK_N
-            c_N = column + tl.arange(0, BLOCK_N)
-            in_N = c_N < SHARED_COLUMNS
-            rows_M = block * BLOCK_M + m_M
-            in_M = rows_M < T
-            valid_M = in_M
+            row = block * BLOCK_M
+            out_end = tl.minimum(row + BLOCK_M, T)
+            end = out_end
             if num_valid_ptr is not None:
-                valid_M = in_M & (rows_M < tl.load(num_valid_ptr))
-            out_MN = _tile(
-                shared_a_ptr + rows_M.to(tl.int64) * shared_a_stride,
-                valid_M,
-                1.0,
-                shared_w_ptr,
-                None,
-                column,
-                SHARED_COLUMNS,
-                SHARED_INNER,
-                SHARED_STRIDES[0],
-                SHARED_STRIDES[1],
-                ACTIVATION,
-                "gate_up",
-                SHARED_CLAMP,
-                CLAMP_AFTER,
-                False,
-                BLOCK_M,
-                BLOCK_N,
-                BLOCK_K,
-                PRECISION,
-                INTERPRET,
-            )
-            if gate_ptr is not None:
-                out_MN *= tl.load(gate_ptr + rows_M, mask=in_M, other=0.0)[:, None]
-            # Padding is zeros whatever the weights hold.
-            out_MN = tl.where(valid_M[:, None], out_MN, 0.0)
-            out_ptrs = shared_out_ptr + rows_M.to(tl.int64)[:, None] * SHARED_COLUMNS + c_N[None, :]
-            tl.store(out_ptrs, out_MN.to(shared_out_ptr.dtype.element_ty), mask=in_M[:, None] & in_N[None, :])
+                end = tl.minimum(end, tl.load(num_valid_ptr))
+            _block(
+                shared_a_ptr, shared_a_stride, None, None, shared_w_ptr, shared_w_desc, 0, None, gate_ptr,
+                shared_out_ptr, row, end, out_end, column, K, SHARED_COLUMNS, SHARED_INNER, SHARED_STRIDES[0],
+                SHARED_STRIDES[1], ACTIVATION, "gate_up", SHARED_CLAMP, CLAMP_AFTER, BLOCK_M, LEAST_M, BLOCK_N, BLOCK_K,
+                SWAP, PRECISION, INTERPRET,
+            )  # fmt: skip

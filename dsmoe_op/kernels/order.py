@@ -9,12 +9,10 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from dsmoe_op.tuning import gemm_kind, gemm_tile
 from dsmoe_op.tuning import order_chunk as chunk_size
 
 
@@ -27,8 +25,8 @@ class Rows(NamedTuple):
     """int32 [T*K], written up to offsets[E]: flat index t*K+k of each row."""
     row_of_TK: Tensor
     """int32 [T, K] contiguous: the slot's row, or -1."""
-    tiles_3B: Tensor
-    """int32 [3, `num_tiles`] contiguous: expert, first row, and the row after the last, of each block of block_m rows.
+    blocks_3B: Tensor
+    """int32 [3, `num_blocks`] contiguous: expert, first row, and the row after the last, of each block of block_m rows.
 
     Blocks of experts with rows by ascending expert, then those of the rows from offsets[E] to T*K with expert -1, then
     empty ones (-1, T*K, T*K). An expert's last block ends where its rows do.
@@ -43,15 +41,10 @@ FIRST_COUNT = tl.constexpr(32)
 """Where the counts begin among the counters; the arrivals have a cache line of their own before them."""
 
 
-def num_tiles(num_slots: int, num_experts: int, block_m: int) -> int:
+def num_blocks(num_slots: int, num_experts: int, block_m: int) -> int:
     """Blocks of block_m rows, each of one expert or of the rows that are none's, at most, for any routing."""
     partial = min(num_experts + 1, num_slots)
     return partial + (num_slots - partial) // block_m
-
-
-def tile_rows(rows: float, dtype: torch.dtype, allow_tf32: bool) -> int:
-    """block_m: rows of the GEMMs' tiles for so many expected rows of an expert."""
-    return gemm_tile("gemm1", gemm_kind(dtype, allow_tf32), rows).block_m
 
 
 def num_chunks(num_slots: int) -> int:
@@ -150,8 +143,8 @@ def order_chunk(
     offsets_ptr,
     sorted_slot_ptr,
     row_of_ptr,
-    tiles_ptr,
-    num_tiles,
+    blocks_ptr,
+    num_blocks,
     log_block_m,
     ids_out_ptr,
     weights_out_ptr,
@@ -163,7 +156,7 @@ def order_chunk(
     BLOCK: tl.constexpr,
     COUNT_ROWS: tl.constexpr,
 ):
-    """Places the slots of chunk `index`, and writes its share of the offsets and the tiles."""
+    """Places the slots of chunk `index`, and writes its share of the offsets and the blocks."""
     num_valid = num_slots
     if num_valid_ptr is not None:
         num_valid = tl.load(num_valid_ptr)
@@ -203,7 +196,7 @@ def order_chunk(
         tl.store(offsets_ptr + e_E, first_E, mask=e_E < E)
         tl.store(offsets_ptr + E, num_rows)
 
-    # Tiles: block j of an expert, or of the empty ones, is written by the program j modulo the number of chunks.
+    # Blocks: block j of an expert, or of the empty ones, is written by the program j modulo the number of chunks.
     block_m = 1 << log_block_m
     blocks_E = (total_E + block_m - 1) >> log_block_m
     first_block_E = tl.cumsum(blocks_E, 0) - blocks_E
@@ -211,21 +204,21 @@ def order_chunk(
     j = index
     while j < most_blocks:
         has_block_E = j < blocks_E
-        tile_ptrs = tiles_ptr + first_block_E + j
+        block_ptrs = blocks_ptr + first_block_E + j
         row_E = first_E + (j << log_block_m)
-        tl.store(tile_ptrs, e_E, mask=has_block_E)
-        tl.store(tile_ptrs + num_tiles, row_E, mask=has_block_E)
-        tl.store(tile_ptrs + 2 * num_tiles, tl.minimum(row_E + block_m, first_E + total_E), mask=has_block_E)
+        tl.store(block_ptrs, e_E, mask=has_block_E)
+        tl.store(block_ptrs + num_blocks, row_E, mask=has_block_E)
+        tl.store(block_ptrs + 2 * num_blocks, tl.minimum(row_E + block_m, first_E + total_E), mask=has_block_E)
         j += num_chunks
     first_rest = tl.sum(blocks_E)
     rest = first_rest + index * BLOCK
-    while rest < num_tiles:
-        tile_N = rest + b_N
-        row_N = tl.minimum(num_rows + ((tile_N - first_rest) << log_block_m), num_slots)
-        in_tiles_N = tile_N < num_tiles
-        tl.store(tiles_ptr + tile_N, tl.full([BLOCK], -1, tl.int32), mask=in_tiles_N)
-        tl.store(tiles_ptr + num_tiles + tile_N, row_N, mask=in_tiles_N)
-        tl.store(tiles_ptr + 2 * num_tiles + tile_N, tl.minimum(row_N + block_m, num_slots), mask=in_tiles_N)
+    while rest < num_blocks:
+        block_N = rest + b_N
+        row_N = tl.minimum(num_rows + ((block_N - first_rest) << log_block_m), num_slots)
+        in_blocks_N = block_N < num_blocks
+        tl.store(blocks_ptr + block_N, tl.full([BLOCK], -1, tl.int32), mask=in_blocks_N)
+        tl.store(blocks_ptr + num_blocks + block_N, row_N, mask=in_blocks_N)
+        tl.store(blocks_ptr + 2 * num_blocks + block_N, tl.minimum(row_N + block_m, num_slots), mask=in_blocks_N)
         rest += num_chunks * BLOCK
 
     # Rows: of the slots before a block's, and of those before it in the block.

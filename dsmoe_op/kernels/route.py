@@ -37,7 +37,7 @@ from dsmoe_op.tuning import order_chunk as chunk_size
 
 
 def choose(
-    logits_PTE: Tensor,
+    logits: Tensor,
     correction_bias: Tensor | None,
     num_valid_tokens: Tensor | None,
     topk_ids_TK: Tensor,
@@ -56,8 +56,8 @@ def choose(
     """Scores, choice and weights of each row; with `rows`, their order too.
 
     Args:
-        logits_PTE: [P, T, E+Z]; the logits are the sum over P. P = 1: any float dtype, any row stride, unit stride in
-            the last dim. P > 1: float32, contiguous.
+        logits: [T, E+Z], any float dtype, any row stride, unit stride in the last dim; or [P, T, E+Z], float32 and
+            contiguous, of which the sum over P is meant.
         correction_bias: [E+Z] contiguous, any float dtype.
         num_valid_tokens: int32 [1]; rows from there on get ids -1 and weights 0.
         topk_ids_TK, topk_weights_TK: written; int32 and float32 [T, K], contiguous. -1 and 0 where a slot contributes
@@ -70,7 +70,7 @@ def choose(
         rows: written; the counters are all zero before.
         counters: without `rows`: int32; the first one is zeroed, for an `order_rows` that comes later.
     """
-    splits, T, num_logits = logits_PTE.shape
+    splits, T, num_logits = (1, *logits.shape) if logits.dim() == 2 else logits.shape
     if T == 0:
         return
     E_routing = num_logits - config.num_zero_experts
@@ -78,8 +78,8 @@ def choose(
     groups = config.n_group or 1
     groups_pad, members_pad = triton.next_power_of_2(groups), triton.next_power_of_2(num_logits // groups)
     args = {
-        "logits_ptr": logits_PTE,
-        "logits_stride": row_stride(logits_PTE[0]),
+        "logits_ptr": logits,
+        "logits_stride": row_stride(logits) if logits.dim() == 2 else num_logits,
         "num_splits": splits,
         "router_bias_ptr": router_bias,
         "bias_ptr": correction_bias,
@@ -186,11 +186,11 @@ def _order_args(num_slots: int, E: int, rows: Rows) -> dict[str, Any]:
         "offsets_ptr": rows.offsets,
         "sorted_slot_ptr": rows.sorted_slot_N,
         "row_of_ptr": rows.row_of_TK,
-        "tiles_ptr": rows.tiles_3B,
+        "blocks_ptr": rows.blocks_3B,
         "num_slots": num_slots,
         "log_chunk": chunk_size(num_slots).bit_length() - 1,
         "num_chunks": num_chunks(num_slots),
-        "num_tiles": rows.tiles_3B.shape[1],
+        "num_blocks": rows.blocks_3B.shape[1],
         "log_block_m": rows.block_m.bit_length() - 1,
     }
 
@@ -247,13 +247,13 @@ _ARGUMENTS: tuple[tuple[str, int | None], ...] = (
     ("offsets_ptr", None),
     ("sorted_slot_ptr", None),
     ("row_of_ptr", None),
-    ("tiles_ptr", None),
+    ("blocks_ptr", None),
     ("ids_out_ptr", None),
     ("weights_out_ptr", None),
     ("num_slots", 0),
     ("log_chunk", 0),
     ("num_chunks", 0),
-    ("num_tiles", 0),
+    ("num_blocks", 0),
     ("log_block_m", 0),
 )
 """The kernel's runtime arguments in order, and what stands for one that a launch has no use for."""
@@ -283,7 +283,7 @@ def _zero(counters_ptr):
         "num_slots",
         "log_chunk",
         "num_chunks",
-        "num_tiles",
+        "num_blocks",
         "log_block_m",
     ],
     do_not_specialize_on_alignment=[
@@ -293,7 +293,7 @@ def _zero(counters_ptr):
         "map_ptr",
         "ids_ptr",
         "weights_ptr",
-        "tiles_ptr",
+        "blocks_ptr",
     ],
 )
 def _route(
@@ -315,13 +315,13 @@ def _route(
     offsets_ptr,
     sorted_slot_ptr,
     row_of_ptr,
-    tiles_ptr,
+    blocks_ptr,
     ids_out_ptr,
     weights_out_ptr,
     num_slots,
     log_chunk,
     num_chunks,
-    num_tiles,
+    num_blocks,
     log_block_m,
     CHOOSES: tl.constexpr,
     ORDERS: tl.constexpr,
@@ -455,8 +455,8 @@ def _route(
                 offsets_ptr,
                 sorted_slot_ptr,
                 row_of_ptr,
-                tiles_ptr,
-                num_tiles,
+                blocks_ptr,
+                num_blocks,
                 log_block_m,
                 ids_out_ptr,
                 weights_out_ptr,

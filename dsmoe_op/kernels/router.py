@@ -68,10 +68,10 @@ def router_logits(
         )
 
 
-def router_splits(x_TH: Tensor, router_weight_EH: Tensor) -> int:
-    """Partial sums that `router_logits` makes of each logit for so many tokens."""
+def router_splits(T: int, dtype: torch.dtype, router_weight_EH: Tensor) -> int:
+    """Partial sums that `router_logits` makes of each logit for T tokens of that dtype."""
     E, H = router_weight_EH.shape
-    return router_tile(x_TH.shape[0], E, H, _product(x_TH.dtype, router_weight_EH.dtype)).splits
+    return router_tile(T, E, H, _product(dtype, router_weight_EH.dtype)).splits
 
 
 def _product(x: torch.dtype, weight: torch.dtype) -> str:

@@ -1,24 +1,29 @@
 """Tile choice as data: a kernel's tiles, each with the most rows it is for. Chosen from sizes known on the host alone.
 
 Few tiles, so that all that can be chosen are compiled together before the first call (`variants`).
-Bytes of shared memory of a GEMM tile: num_stages * block_k * (block_m + block_n * accumulators) * itemsize.
+Bytes of shared memory of a GEMM tile: num_stages * block_k * (block_m + rows of w) * itemsize.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+import functools
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 
 
 class Tile(NamedTuple):
-    """One program's part of a product [M, K] x [K, N]. A gated GEMM 1 has two products of block_n columns."""
+    """One program's part of a product [M, K] x [K, N]. A gated GEMM 1 has twice block_n rows of w, in one product."""
 
     block_m: int
     block_n: int
     block_k: int
     num_warps: int
     num_stages: int
+    swap: bool = False  # rows of w on the matrix unit's longer side, tokens on its shorter one
+    tma: bool = False  # w is fetched by the copy engine
+    least_m: int = 0  # a block half empty or emptier takes a tile of half the height, down to this many rows; 0: never
 
 
 Table = tuple[tuple[float, Tile], ...]
@@ -43,41 +48,67 @@ class RouterTile(NamedTuple):
 
 ALL = float("inf")
 
-# Up to 32 rows the weights' bytes decide: narrow tiles for many programs, deep loads. Above, wgmma's 64 rows and more.
-_GEMM: dict[tuple[str, str], Table] = {
-    ("gemm1", "16bit"): (
-        (8, Tile(16, 32, 128, 4, 5)),
-        (24, Tile(32, 32, 128, 4, 4)),
-        (48, Tile(64, 64, 64, 4, 4)),
-        (ALL, Tile(128, 128, 64, 8, 3)),
+
+class Routed(NamedTuple):
+    """Tiles of the routed experts' products, up to a size. Both have one block_m, that of the map of blocks."""
+
+    most_rows: float  # expected rows of an expert, T*K/E
+    most_slots: float  # T*K
+    gemm1: Tile
+    gemm2: Tile
+
+
+class LayerTiles(NamedTuple):
+    """Tiles of one call."""
+
+    gemm1: Tile
+    gemm2: Tile
+    shared_gemm1: Tile
+    shared_gemm2: Tile
+
+
+_ROUTED: dict[str, tuple[Routed, ...]] = {
+    # Up to 8 rows the bytes of the weights decide: many programs with deep loads. From 28 on the matrix unit does.
+    "16bit": (
+        Routed(8, 160, Tile(16, 32, 128, 4, 4, swap=True), Tile(16, 64, 128, 4, 4, swap=True)),
+        Routed(8, ALL, Tile(16, 32, 128, 4, 4, swap=True), Tile(16, 128, 128, 4, 3, swap=True)),
+        Routed(28, ALL, Tile(32, 32, 128, 4, 4, swap=True), Tile(32, 64, 128, 4, 3, swap=True)),
+        Routed(48, ALL, Tile(64, 128, 64, 4, 4, tma=True, least_m=16), Tile(64, 128, 64, 4, 3, tma=True, least_m=16)),
+        Routed(
+            ALL, ALL, Tile(128, 128, 64, 8, 4, tma=True, least_m=16), Tile(128, 128, 64, 8, 3, tma=True, least_m=16)
+        ),
     ),
-    ("gemm2", "16bit"): (
-        (8, Tile(16, 64, 128, 4, 5)),
-        (24, Tile(32, 64, 128, 4, 4)),
-        (48, Tile(64, 128, 64, 4, 4)),
-        (ALL, Tile(128, 128, 64, 8, 4)),
-    ),
-    ("gemm1", "tf32"): (
-        (24, Tile(16, 32, 64, 4, 4)),
-        (ALL, Tile(64, 64, 32, 4, 4)),
-    ),
-    ("gemm2", "tf32"): (
-        (24, Tile(16, 64, 64, 4, 4)),
-        (ALL, Tile(64, 128, 32, 4, 4)),
+    "tf32": (
+        Routed(24, ALL, Tile(16, 32, 64, 4, 4), Tile(16, 64, 64, 4, 4)),
+        Routed(ALL, ALL, Tile(64, 64, 32, 4, 4), Tile(64, 128, 32, 4, 4)),
     ),
     # On the ordinary units.
-    ("gemm1", "fp32"): (
-        (24, Tile(16, 32, 32, 4, 3)),
-        (ALL, Tile(64, 32, 32, 8, 3)),
-    ),
-    ("gemm2", "fp32"): (
-        (24, Tile(16, 64, 32, 4, 3)),
-        (ALL, Tile(64, 64, 32, 8, 3)),
+    "fp32": (
+        Routed(24, ALL, Tile(16, 32, 32, 4, 3), Tile(16, 64, 32, 4, 3)),
+        Routed(ALL, ALL, Tile(64, 32, 32, 8, 3), Tile(64, 64, 32, 8, 3)),
     ),
 }
 
-# Up to 16 tokens the weight's bytes decide, and many programs that have all their bytes in flight at once; where there
-# are enough tokens, wgmma's 64 rows, and tiles so large that the matrix units and not L2 decide.
+# The shared expert's, by T: (most T, tiles by falling size). The first one with a program for nearly each SM is taken,
+# else the last.
+_SHARED: dict[tuple[str, str], tuple[tuple[float, tuple[Tile, ...]], ...]] = {
+    ("gemm1", "16bit"): (
+        (16, (Tile(16, 32, 128, 4, 4, swap=True), Tile(16, 16, 128, 4, 6, swap=True))),
+        (64, (Tile(64, 32, 128, 4, 3, swap=True), Tile(64, 16, 128, 4, 4, swap=True))),
+        (ALL, (Tile(128, 128, 64, 8, 4, tma=True, least_m=16), Tile(64, 64, 64, 4, 4, tma=True))),
+    ),
+    ("gemm2", "16bit"): (
+        (16, (Tile(16, 64, 128, 4, 4, swap=True), Tile(16, 32, 128, 4, 4, swap=True))),
+        (64, (Tile(64, 64, 128, 4, 3, swap=True), Tile(64, 32, 128, 4, 3, swap=True))),
+        (ALL, (Tile(128, 128, 64, 8, 3, tma=True, least_m=16), Tile(64, 128, 64, 4, 3, tma=True))),
+    ),
+    ("gemm1", "tf32"): ((24, (Tile(16, 32, 64, 4, 4),)), (ALL, (Tile(64, 64, 32, 4, 4),))),
+    ("gemm2", "tf32"): ((24, (Tile(16, 64, 64, 4, 4),)), (ALL, (Tile(64, 128, 32, 4, 4),))),
+    ("gemm1", "fp32"): ((24, (Tile(16, 32, 32, 4, 3),)), (ALL, (Tile(64, 32, 32, 8, 3),))),
+    ("gemm2", "fp32"): ((24, (Tile(16, 64, 32, 4, 3),)), (ALL, (Tile(64, 64, 32, 8, 3),))),
+}
+_ENOUGH_PROGRAMS = 100
+
 _ROUTER: dict[str, Table] = {
     "plain": (
         (16, Tile(16, 16, 256, 4, 3)),
@@ -106,18 +137,29 @@ def gemm_kind(dtype: torch.dtype, allow_tf32: bool) -> str:
     return "tf32" if allow_tf32 else "fp32"
 
 
-def gemm_tile(kernel: str, kind: str, rows: float) -> Tile:
-    """Tile of "gemm1" or "gemm2".
+@functools.lru_cache(maxsize=1024)
+def layer_tiles(kind: str, T: int, H: int, E: int, K: int, S: int) -> LayerTiles:
+    """The tiles of a call; `kind` as `gemm_kind` says, sizes as in `checks.Dims`."""
+    rows, slots = T * K / E, T * K
+    routed = next(r for r in _ROUTED[kind] if rows <= r.most_rows and slots <= r.most_slots)
+    shared = []
+    for kernel, columns in (("gemm1", S), ("gemm2", H)):
+        tiles = next(tiles for most, tiles in _SHARED[kernel, kind] if most >= T)
+        enough = (t for t in tiles if -(-T // t.block_m) * -(-columns // t.block_n) >= _ENOUGH_PROGRAMS)
+        shared.append(next(enough, tiles[-1]))
+    return LayerTiles(routed.gemm1, routed.gemm2, *shared)
 
-    Args:
-        rows: expected rows of an expert, T*K/E; T for the shared expert.
-    """
-    return _pick(_GEMM[kernel, kind], rows)
 
+def layer_variants(kind: str) -> tuple[LayerTiles, ...]:
+    """Tiles that name, between them, every one that `layer_tiles` can choose at any T; some are named twice."""
+    shared = [[t for _, tiles in _SHARED[kernel, kind] for t in tiles] for kernel in ("gemm1", "gemm2")]
+    count = max(len(_ROUTED[kind]), *map(len, shared))
 
-def gemm_variants(kernel: str, kind: str) -> tuple[Tile, ...]:
-    """Every tile that `gemm_tile` can choose."""
-    return tuple(tile for _, tile in _GEMM[kernel, kind])
+    def nth(items: Sequence[Any], n: int) -> Any:
+        return items[min(n, len(items) - 1)]
+
+    routed = [nth(_ROUTED[kind], n) for n in range(count)]
+    return tuple(LayerTiles(r.gemm1, r.gemm2, *(nth(s, n) for s in shared)) for n, r in enumerate(routed))
 
 
 def router_tile(T: int, E: int, H: int, product: str) -> RouterTile:
