@@ -14,6 +14,7 @@ import csv
 import gc
 import os
 import platform
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -354,7 +355,8 @@ def _against_names(options: argparse.Namespace, device: torch.device) -> tuple[s
 
 
 def _schedules_of(shape: Shape, asked: tuple[str, ...] | None, against: tuple[str, ...], gpu: bool) -> list[str]:
-    chosen = set(asked or (SCHEDULES if gpu else ("auto",))) | ({"serial"} & set(against))
+    every = SCHEDULES if gpu and shape.S else ("auto",)
+    chosen = set(asked or every) | ({"serial"} & set(against))
     return [name for name in SCHEDULES if name in chosen and not (name == "fused" and shape.S % shape.I)]
 
 
@@ -374,7 +376,7 @@ def _measure(
                     cell = cells_module.measure(problem, T, schedules, against, limits, options.seconds)
                     cells.append(cell)
                     for row in cells_module.wrong_or_failed(cell.rows):
-                        bar.write(f"{shape.name} {dtype} {T} tokens: {_complaint(row)}")
+                        bar.write(f"{shape.name} {dtype} {T} tokens: {_complaint(row)}", file=sys.stderr)
                     bar.update()
                 del problem  # before the next one's weights are made
                 gc.collect()

@@ -10,15 +10,16 @@ from typing import NamedTuple
 from dsmoe_op.cli.profiling import Work
 
 _WORDS = {
-    "shared": ("shared", "gate"),
-    "finalize": ("finalize",),
-    "router": ("router",),
-    "choose": ("choose",),
-    "order": ("sort", "order"),
-    "GEMM1": ("gemm1",),
-    "GEMM2": ("gemm2",),
+    "shared": "shared",
+    "finalize": "finalize",
+    "router": "router",
+    "choose": "choose",
+    "sort": "order",
+    "order": "order",
+    "gemm1": "GEMM1",
+    "gemm2": "GEMM2",
 }
-"""Part -> words, of which a kernel's name has one. What is a product and names neither is told by its place."""
+"""Word of a kernel's name -> its part; the first that is found counts. Other products are told by their place."""
 _ROUTING = ("router", "choose", "order")
 
 
@@ -64,7 +65,5 @@ def _labels(names: Sequence[str]) -> list[str]:
 
 def _label(name: str) -> str:
     lower = name.lower()
-    for part, words in _WORDS.items():
-        if any(word in lower for word in words):
-            return part
-    return "product" if "gemm" in lower else "other"
+    other = "product" if "gemm" in lower else "other"
+    return next((part for word, part in _WORDS.items() if word in lower), other)

@@ -56,8 +56,8 @@ class Shape:
         Raises:
             ValueError: a width cannot be divided.
         """
-        if self.I % ranks or self.S % ranks:
-            raise ValueError(f"I={self.I} and S={self.S} of {self.name} are not both multiples of {ranks}")
+        if not ranks or self.I % ranks or self.S % ranks:
+            raise ValueError(f"{self.name} has I={self.I} and S={self.S}")
         return dataclasses.replace(self, name=f"{self.name}_tp{ranks}", I=self.I // ranks, S=self.S // ranks)
 
 
@@ -134,8 +134,10 @@ def parse_shape(text: str) -> Shape:
     shape, ranks = SHAPES[match[1]], int(match[2] or 1)
     try:
         return shape.split(ranks) if match[2] else shape
-    except (ValueError, ZeroDivisionError) as error:
-        raise argparse.ArgumentTypeError(f"expected a number of ranks that divides the widths, {error}") from None
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(
+            f"expected a number of ranks that divides the widths ({error}), got {text!r}"
+        ) from None
 
 
 def parse_shapes(text: str) -> tuple[Shape, ...]:
