@@ -326,8 +326,6 @@ def _command(options: argparse.Namespace, parser: argparse.ArgumentParser) -> in
             cells = _measure(options, device, against, limits)
     finally:
         torch.set_float32_matmul_precision(precision)
-    if options.csv:
-        write_csv(cells, options.csv)
     if options.plot:
         plot.save(cells, options.plot, _title(found))
     if options.json:
@@ -375,6 +373,8 @@ def _measure(
                     bar.set_description(f"{shape.name} {dtype} {T} tokens")
                     cell = cells_module.measure(problem, T, schedules, against, limits, options.seconds)
                     cells.append(cell)
+                    if options.csv:  # each time, so that what ends early leaves its rows
+                        write_csv(cells, options.csv)
                     for row in cells_module.wrong_or_failed(cell.rows):
                         bar.write(f"{shape.name} {dtype} {T} tokens: {_complaint(row)}", file=sys.stderr)
                     bar.update()

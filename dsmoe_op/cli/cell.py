@@ -107,19 +107,20 @@ class _Bench:
         problem, T = self.problem, self.T
         main = "auto" if "auto" in schedules else schedules[0]
         ordered = [main, *(s for s in schedules if s != main)]
-        candidates = [peers.ours(problem.shape, schedule) for schedule in ordered]
-        candidates += [c for name in against for c in peers.AGAINST[name](problem, T)]
+        ours = [peers.ours(problem.shape, schedule) for schedule in ordered]
+        others = [c for name in against for c in peers.AGAINST[name](problem, T)]
         hit = problem.hit(self.inputs)
         ceilings = self.ceilings
         floor = shapes.floor_us(
             problem.shape, T, hit, problem.itemsize, ceilings.bandwidth, ceilings.flops[problem.dtype], ceilings.cache
         )
-        rows = [self._prepare(candidate) for candidate in candidates]
+        rows = [self._prepare(candidate) for candidate in ours]
         alone = peers.ours(problem.shape, "serial", shared=False)
         wanted = {peers.ours(problem.shape, schedule).name for schedule in ("serial", "dual")}
         hides = self.gpu and problem.shape.S > 0 and T <= HIDDEN_UP_TO and wanted <= self.graphs.keys()
         if hides:
             hides = self._prepare(alone, checked=False).status == OK
+        rows += [self._prepare(candidate) for candidate in others]  # last: a capture that fails may leave much behind
         times = self._times()
         for row in rows:
             row.time = times.get(row.candidate)
@@ -130,7 +131,7 @@ class _Bench:
             inputs=self.count,
             distinct_experts=hit,
             floor_us=floor,
-            ours=candidates[0].name,
+            ours=ours[0].name,
             rows=rows,
             details={},
         )

@@ -53,6 +53,9 @@ def save(cells: Sequence[Cell], path: Path, title: str) -> list[Path]:
 
 def _panel(axis: Any, cells: Sequence[Cell]) -> None:
     """Ours with full lines, peers dashed, the floor black; what was wrong has no line."""
+    import matplotlib
+
+    colors = matplotlib.colormaps["tab20"]
     cells = sorted(cells, key=lambda cell: cell.tokens)
     tokens = [cell.tokens for cell in cells]
     names = list(dict.fromkeys(row.candidate for cell in cells for row in cell.rows))
@@ -71,7 +74,7 @@ def _panel(axis: Any, cells: Sequence[Cell]) -> None:
             marker="o" if mine else "s",
             markersize=4,
             linestyle="-" if mine else "--",
-            color=f"C{number % 10}",
+            color=colors(2 * number % 20 + number // 10 % 2),  # the strong ones first, then the pale ones
             label=name,
             **emphasis,
         )
@@ -82,4 +85,4 @@ def _panel(axis: Any, cells: Sequence[Cell]) -> None:
     axis.set_xlabel("tokens")
     axis.set_ylabel("time of a layer, us")
     axis.grid(True, which="both", alpha=0.25)
-    axis.legend(fontsize=8)
+    axis.legend(fontsize=7, ncols=2, loc="upper left")
