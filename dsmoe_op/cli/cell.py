@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import gc
 import math
+import sys
 import time
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -86,6 +87,8 @@ def measure(
     """Builds the candidates, holds what they compute against the reference, and times them."""
     with torch.inference_mode():
         cell = _Bench(problem, T, ceilings, seconds).cell(schedules, against)
+    if "torch._dynamo" in sys.modules:
+        torch._dynamo.reset()  # what was compiled may hold weights
     gc.collect()
     if problem.device.type == "cuda":
         torch.cuda.empty_cache()
