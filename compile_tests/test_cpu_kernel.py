@@ -7,7 +7,6 @@ rounding is no part of an error; the kernel's routing is held against the defini
 from __future__ import annotations
 
 import itertools
-import json
 import math
 from unittest import mock
 
@@ -27,7 +26,6 @@ from dsmoe_op import (
     reference,
     route,
 )
-from dsmoe_op.cli import cpu_bench
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}
@@ -308,18 +306,3 @@ def test_the_sum_ascends_in_k_and_is_rounded_once(dtype):
     shared = torch.full((1, 16), step / 2, dtype=dtype)
     out = finalize(Unfinalized(y, row_of, weights, row_of, shared), config=MoEConfig(top_k=3))
     assert torch.equal(out, torch.full((1, 16), 1 + step, dtype=dtype))  # 1 + 3/4 step, rounded
-
-
-def test_the_benchmark_reports_every_cell_in_one_json_object(monkeypatch, capsys):
-    pytest.importorskip("transformers")
-    monkeypatch.setattr(cpu_bench, "SHAPES", {"deepseek_v3": {"H": 64, "I": 32, "E": 16, "K": 4, "S": 32}})
-    monkeypatch.setattr(cpu_bench, "MIN_CALLS", 2)
-    cpu_bench.main(["--shapes", "deepseek_v3", "--tokens", "1,5", "--seconds", "0"])
-    report = json.loads(capsys.readouterr().out)
-    cells = report["cells"]
-    assert [(c["dtype"], c["T"]) for c in cells] == [("fp32", 1), ("fp32", 5), ("bf16", 1), ("bf16", 5)]
-    for cell in cells:
-        fastest = min(cell[f"{way}_us"] for way in cpu_bench.HF_WAYS)
-        assert cell[f"{cell['fastest_hf']}_us"] == fastest
-        assert cell["ratio"] == pytest.approx(cell["ours_us"] / fastest, rel=0.02)
-    assert report["worst_ratio_below_64_tokens"] == max(c["ratio"] for c in cells)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from gpu import needs_gpu
 
-from dsmoe_op.cli import main, profiling
+from dsmoe_op.cli import main, peers, profiling
 
 pytestmark = needs_gpu
 
@@ -85,3 +85,49 @@ def test_the_op_is_never_wrong_where_plain_code_may_be(command: Any, fresh_dynam
     assert all(
         row["wrong"] == 0 and len(row["kernels_by_stream"]) == 2 for row in eager
     )  # so the bench itself is right
+
+
+BENCH = ["bench", "--shape", "256/128/16/4/384", "--seconds", "0.2"]
+
+
+def test_bench_times_checked_graphs_of_every_schedule_and_lists_the_ops_parts(command: Any, fresh_dynamo: None) -> None:
+    pytest.importorskip("transformers")
+    code, result = command(*BENCH, "--tokens", "1,33")
+    assert code == 0, result
+    assert 0.1 < result["ceilings"]["read_tb_per_s"] < 50
+    assert result["ceilings"]["launch_us"] < 10
+    for T in (1, 33):
+        rows = {row["candidate"]: row for row in result["rows"] if row["tokens"] == T}
+        for schedule in ("auto", "serial", "dual", "dual_shared_main", "fused"):
+            row = rows.pop(f"dsmoe_op {schedule}")
+            assert row["status"] == "ok"
+            assert row["cuda_graph"]
+            assert 1 < row["us"] < 1000
+        assert {"eager", "compiled", "transformers grouped_mm", "transformers batched_mm compiled"} <= rows.keys()
+        assert all(row["cuda_graph"] for row in rows.values())
+        right = [name for name, row in rows.items() if name != "native_streams"]
+        assert all(rows[name]["status"] == "ok" for name in right), rows
+    for details in result["details"]:
+        found = {kernel["part"] for kernel in details["kernels"]}
+        assert {"router", "GEMM1", "GEMM2", "shared", "finalize"} <= found
+        assert sum(details["streams"]["kernels_by_stream"].values()) == pytest.approx(len(details["kernels"]))
+        assert details["peak_within_bound"], details
+        assert details["shared_expert"]["shared_only_us"] > 0
+
+
+def test_bench_sees_a_graph_that_leaves_something_else(command: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    right = peers.dual_stream_moe
+    monkeypatch.setattr(peers, "dual_stream_moe", lambda x, **given: 1.03 * right(x, **given))
+    code, result = command(*BENCH, "--tokens", "5", "--against", "eager", "--schedule", "dual")
+    assert code == 1
+    assert [(row["candidate"], row["status"]) for row in result["rows"]] == [
+        ("dsmoe_op dual", "WRONG"),
+        ("eager", "ok"),
+    ]
+
+
+def test_bench_times_what_a_graph_cannot_hold_without_one(command: Any) -> None:
+    code, result = command(*BENCH, "--tokens", "5", "--against", "eager", "--schedule", "auto", "--dtype", "fp32,fp16")
+    assert code == 0, result
+    assert [row["cuda_graph"] for row in result["rows"]] == [True, False] * 2
+    assert all(row["status"] == "ok" and row["us"] > 0 for row in result["rows"])
