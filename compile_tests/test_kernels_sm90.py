@@ -282,6 +282,34 @@ def test_no_number_of_tokens_needs_a_kernel_that_warmup_has_not_compiled(compile
         assert {id(kernel) for kernel in compiled} <= warm
 
 
+@pytest.mark.parametrize("T", [1, 500])
+@pytest.mark.parametrize("E", [64, 256, 1024])
+def test_the_choice_alone_sums_as_the_one_that_orders_too(compiled, T, E):
+    """The same layouts of the same reductions, so that `route` has the bits of the layer."""
+    for softmax in ({"score": "softmax"}, {"weights_from": "topk_softmax", "n_group": 8, "topk_group": 4}):
+        config = MoEConfig(top_k=8, normalize="sum", **softmax)
+        layer = Layer(T=T, E=E, config=config)
+        weight = layer.weight(E, layer.H)
+        logits = layer.tensor(kernels.router_splits(layer.x, weight), T, E, dtype=FP32)
+        compiled.clear()
+        for rows in (None, layer.rows()):
+            kernels.choose(
+                logits, None, None, layer.slots(), layer.slots(FP32), config=config, model_dtype=BF16,
+                router_weight=weight, rows=rows,
+            )  # fmt: skip
+        alone, both = (float_sums(kernel) for kernel in compiled)
+        assert alone
+        assert alone == both
+
+
+def float_sums(kernel: Any) -> list[str]:
+    """The layout of each sum of float32 in the IR, in order."""
+    text = kernel.asm["ttgir"]
+    layouts = dict(re.findall(r"^(#\w+) = (.*)$", text, re.MULTILINE))
+    sums = re.findall(r"arith\.addf[^\n]*\n\s*tt\.reduce\.return[^\n]*\n\s*\}\) : \(([^)]*)\)", text)
+    return [re.sub(r"#\w+", lambda name: layouts.get(name[0], name[0]), of) for of in sums]
+
+
 def test_atomics_are_of_integers_and_of_the_row_order_alone(compiled):
     """Their order leaves no trace in the result."""
     Layer(H=256, I=128, S=384, E=16, config=MoEConfig(top_k=4, num_zero_experts=2)).all()

@@ -112,11 +112,13 @@ def choose(
         "STEP_DTYPE": TL_DTYPE[model_dtype] if config.score_dtype == "model" else tl.float32,
         "WEIGHT_DTYPE": TL_DTYPE[model_dtype] if config.weight_dtype == "model" else tl.float32,
     }
-    if rows is None:
-        args["counters_ptr"] = counters
-        blocks: tuple[OrderBlock, ...] = (OrderBlock(0, 1),)
+    if rows is not None:
+        args |= _order_args(T * config.top_k, rows)
     else:
-        args |= _order_args(T * config.top_k, E, rows)
+        args["counters_ptr"] = counters
+    if rows is None and router_weight is None:
+        blocks: tuple[OrderBlock, ...] = (OrderBlock(0, 1),)
+    else:  # as many warps with the order as without it, since the sum of a softmax depends on them in its last bit
         blocks = order_variants() if warmup else (order_block(T * config.top_k),)
     for variant in splits_variants(most_splits) if warmup else (splits_variant(splits),):
         for block in blocks:
@@ -164,7 +166,7 @@ def order_rows(
         "ids_out_ptr": ids_out_TK,
         "weights_out_ptr": weights_out_TK,
         "producers": chunks if chunks > 1 else 0,
-        **_order_args(T * K, num_experts, rows),
+        **_order_args(T * K, rows),
     }
     if weights_out_TK is not None:
         assert topk_weights_TK is not None
@@ -179,7 +181,7 @@ def zero_counters(counters: Tensor, *, warmup: bool = False) -> None:
     launch(_zero, (1,), (counters,), {"num_warps": 1}, warmup=warmup)
 
 
-def _order_args(num_slots: int, E: int, rows: Rows) -> dict[str, Any]:
+def _order_args(num_slots: int, rows: Rows) -> dict[str, Any]:
     assert rows.block_m & (rows.block_m - 1) == 0, rows.block_m
     return {
         "counters_ptr": rows.counters,
@@ -209,8 +211,8 @@ def _launch(
     programs = producers + (chunks if chunks > 1 or not producers else 0)
     E_pad = max(32, triton.next_power_of_2(E))
     # More than a warp where its registers would not do.
-    widest = max(E_pad if chunks else 1, meta.get("GROUPS_PAD", 1) * meta.get("MEMBERS_PAD", 1))
-    num_warps = block.num_warps if widest <= (512 if chunks else 1024) else 4
+    widest = max(E_pad, meta.get("GROUPS_PAD", 1) * meta.get("MEMBERS_PAD", 1))
+    num_warps = block.num_warps if widest <= 512 else 4
     meta = {
         "CHOOSES": "logits_ptr" in args,
         "ORDERS": chunks > 0,
