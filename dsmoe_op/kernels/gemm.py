@@ -156,6 +156,7 @@ def _grouped(
         routed_programs = num_blocks * triton.cdiv(r.out.shape[1], tile.block_n)
     if shared:
         shared_programs = triton.cdiv(s.out.shape[0], tile.block_m) * triton.cdiv(s.out.shape[1], tile.block_n)
+    steps = max(triton.cdiv(part.a.shape[1], tile.block_k) for part in (routed, shared) if part is not None)
     order = activation.get("ORDER")
     gated = bool(activation) and activation["ACTIVATION"] != "relu2"
     r_desc = _descriptor(r.w, tile, gated, order) if routed else None
@@ -198,7 +199,8 @@ def _grouped(
         "PRECISION": "tf32" if allow_tf32 else "ieee",
         "INTERPRET": INTERPRET,
         "num_warps": tile.num_warps,
-        "num_stages": tile.num_stages,
+        # No more than there are steps: memory that no load uses keeps other programs off the multiprocessor.
+        "num_stages": max(2, min(tile.num_stages, steps)),
         **activation,
     }
     launch(_grouped_gemm, (routed_programs + shared_programs,), args, meta, warmup=warmup)
@@ -327,20 +329,6 @@ def _tile(
     else:
         sum = tl.zeros([BLOCK_M, ROWS], tl.float32)
     for start in range(0, INNER, BLOCK_K):
-        # w first: x waits for its rows' numbers.
-        if w_desc is not None:
-            if GATED and not INTERLEAVED:
-                w = w_desc.load([2 * expert, column, start])
-            else:
-                w = w_desc.load([expert, ROWS // BLOCK_N * column, start])
-            w = w.reshape(ROWS, BLOCK_K)
-        else:
-            if COLUMNS % BLOCK_N == 0 and INNER % BLOCK_K == 0:
-                w = tl.load(w_ptrs)
-            else:
-                in_w = in_N[:, None] & (d_K < INNER - start)[None, :]
-                w = tl.load(w_ptrs, mask=in_w, other=0.0)
-            w_ptrs += BLOCK_K * STRIDE_INNER
         if SWAP or INNER % BLOCK_K != 0:
             # Few rows: not to fetch the others is worth a mask.
             in_a = in_M[:, None]
@@ -354,6 +342,19 @@ def _tile(
             a = (a.to(tl.float32) * weight_on_input_M[:, None]).to(a.dtype)
         if INTERPRET:  # its bf16 products are wrong
             a = a.to(tl.float32)
+        if w_desc is not None:
+            if GATED and not INTERLEAVED:
+                w = w_desc.load([2 * expert, column, start])
+            else:
+                w = w_desc.load([expert, ROWS // BLOCK_N * column, start])
+            w = w.reshape(ROWS, BLOCK_K)
+        else:
+            if COLUMNS % BLOCK_N == 0 and INNER % BLOCK_K == 0:
+                w = tl.load(w_ptrs)
+            else:
+                in_w = in_N[:, None] & (d_K < INNER - start)[None, :]
+                w = tl.load(w_ptrs, mask=in_w, other=0.0)
+            w_ptrs += BLOCK_K * STRIDE_INNER
         w = w.to(a.dtype)
         if SWAP:
             sum = tl.dot(w, a.T, sum, input_precision=PRECISION)
@@ -418,10 +419,11 @@ def _block(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     SWAP: tl.constexpr,
+    ZEROS: tl.constexpr,
     PRECISION: tl.constexpr,
     INTERPRET: tl.constexpr,
 ):
-    """Rows row..end-1 (at most BLOCK_M) of one expert's product; zeros from there to out_end.
+    """Rows row..end-1 (at most BLOCK_M) of one expert's product; with ZEROS, zeros from there to out_end.
 
     A block that is half empty or emptier goes to a tile of half the height, down to LEAST_M.
     """
@@ -429,7 +431,7 @@ def _block(
         _block(
             a_ptr, a_stride, sorted_slot_ptr, weight_on_input_ptr, w_ptr, w_desc, expert, bias_ptr, gate_ptr, out_ptr,
             row, end, out_end, column, K, COLUMNS, INNER, STRIDE_ROW, STRIDE_INNER, ACTIVATION, ORDER, CLAMP,
-            CLAMP_AFTER, BLOCK_M // 2, LEAST_M, BLOCK_N, BLOCK_K, SWAP or BLOCK_M // 2 < 64, PRECISION, INTERPRET,
+            CLAMP_AFTER, BLOCK_M // 2, LEAST_M, BLOCK_N, BLOCK_K, SWAP or BLOCK_M // 2 < 64, ZEROS, PRECISION, INTERPRET,
         )  # fmt: skip
     else:
         rows_M = row + tl.arange(0, BLOCK_M)
@@ -469,8 +471,8 @@ def _block(
         in_out_M = rows_M < out_end
         if gate_ptr is not None:
             out_MN *= tl.load(gate_ptr + rows_M, mask=in_out_M, other=0.0)[:, None]
-        # Zeros whatever the weights hold.
-        out_MN = tl.where(in_M[:, None], out_MN, 0.0)
+        if ZEROS:  # whatever the weights hold
+            out_MN = tl.where(in_M[:, None], out_MN, 0.0)
         c_N = column + tl.arange(0, BLOCK_N)
         out_ptrs = out_ptr + rows_M.to(tl.int64)[:, None] * COLUMNS + c_N[None, :]
         tl.store(out_ptrs, out_MN.to(out_ptr.dtype.element_ty), mask=in_out_M[:, None] & (c_N < COLUMNS)[None, :])
@@ -537,7 +539,7 @@ def _grouped_gemm(
                 _block(
                     a_ptr, a_stride, sorted_slot_ptr, weight_on_input_ptr, w_ptr, w_desc, expert, bias_ptr, None,
                     out_ptr, row, end, end, column, K, COLUMNS, INNER, STRIDES[1], STRIDES[2], ACTIVATION, ORDER, CLAMP,
-                    CLAMP_AFTER, BLOCK_M, LEAST_M, BLOCK_N, BLOCK_K, SWAP, PRECISION, INTERPRET,
+                    CLAMP_AFTER, BLOCK_M, LEAST_M, BLOCK_N, BLOCK_K, SWAP, False, PRECISION, INTERPRET,
                 )  # fmt: skip
             elif ZERO_TAIL:
                 rows_M = row + tl.arange(0, BLOCK_M)
@@ -558,5 +560,5 @@ def _grouped_gemm(
                 shared_a_ptr, shared_a_stride, None, None, shared_w_ptr, shared_w_desc, 0, None, gate_ptr,
                 shared_out_ptr, row, end, out_end, column, K, SHARED_COLUMNS, SHARED_INNER, SHARED_STRIDES[0],
                 SHARED_STRIDES[1], ACTIVATION, "gate_up", SHARED_CLAMP, CLAMP_AFTER, BLOCK_M, LEAST_M, BLOCK_N, BLOCK_K,
-                SWAP, PRECISION, INTERPRET,
+                SWAP, num_valid_ptr is not None, PRECISION, INTERPRET,
             )  # fmt: skip
