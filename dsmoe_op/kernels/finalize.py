@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -26,7 +28,8 @@ def finalize(
 
     Args:
         y_NH: [T*K, H] contiguous, the experts' rows; no row is read that row_of_TK does not name.
-        topk_ids_TK, topk_weights_TK, row_of_TK: int32, float32, int32 [T, K] contiguous, as `choose` and `order_rows` leave them.
+        topk_ids_TK, topk_weights_TK, row_of_TK: int32, float32, int32 [T, K] contiguous, as `choose` and `order_rows`
+            leave them.
         shared_TH: [T, H] contiguous, already gated.
         x_TH: [T, H] any row stride; read where a slot has an id but no row (a zero expert). None where there are none.
         out_TH: written; [T, H] contiguous.
@@ -88,12 +91,12 @@ def _finalize(
     sum_H = tl.zeros([BLOCK_H], tl.float32)
     # Loads first, the sum after them: some rows' are under way at once, and their numbers' before them.
     for first in tl.static_range(0, K, AT_ONCE):
-        rows = ()
-        weights = ()
+        rows = ()  # type: tuple[Any, ...]
+        weights = ()  # type: tuple[Any, ...]
         for k in tl.static_range(first, min(K, first + AT_ONCE)):
             rows += (tl.load(row_of_ptr + token * K + k).to(tl.int64),)
             weights += (tl.load(weights_ptr + token * K + k),)
-        ys_H = ()
+        ys_H = ()  # type: tuple[Any, ...]
         for k in tl.static_range(min(K - first, AT_ONCE)):
             in_row_H = h_H < tl.where(rows[k] >= 0, H, 0)
             ys_H += (tl.load(y_ptr + rows[k] * H + h_H, mask=in_row_H, other=0.0),)
