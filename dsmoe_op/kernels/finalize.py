@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any  # noqa: F401 (of a type comment)
 
 import triton
 import triton.language as tl

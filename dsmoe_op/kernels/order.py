@@ -7,7 +7,7 @@ for itself. Sums of integers alone, so the result does not depend on timing.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple  # noqa: F401 (Any is of a type comment)
 
 import torch
 import triton
