@@ -63,7 +63,7 @@ def _logits_at(
     LOGITS: tl.constexpr,
     ROUND_TO: tl.constexpr,
 ):
-    """Sanitised logits of these ids, -inf outside: partial sums by ascending split, then the bias, then one rounding."""
+    """Sanitised logits of these ids, -inf outside: partial sums by ascending split, the bias, one rounding."""
     logits = tl.load(logits_ptr + id, mask=inside, other=float("-inf"))
     if SPLITS > 1:
         for split in tl.static_range(1, SPLITS):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any  # noqa: F401 (of a type comment)
+
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -26,7 +28,8 @@ def finalize(
 
     Args:
         y_NH: [T*K, H] contiguous, the experts' rows; no row is read that row_of_TK does not name.
-        topk_ids_TK, topk_weights_TK, row_of_TK: int32, float32, int32 [T, K] contiguous, as `choose` and `order_rows` leave them.
+        topk_ids_TK, topk_weights_TK, row_of_TK: int32, float32, int32 [T, K] contiguous, as `choose` and `order_rows`
+            leave them.
         shared_TH: [T, H] contiguous, already gated.
         x_TH: [T, H] any row stride; read where a slot has an id but no row (a zero expert). None where there are none.
         out_TH: written; [T, H] contiguous.
@@ -85,18 +88,23 @@ def _finalize(
     token = tl.program_id(0).to(tl.int64)
     h_H = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
     inside_H = h_H < H
+    if shared_ptr is not None:
+        shared_H = tl.load(shared_ptr + token * H + h_H, mask=inside_H, other=0.0)
     sum_H = tl.zeros([BLOCK_H], tl.float32)
-    # Loads first, the sum after them: some rows' are under way at once, and their numbers' before them.
+    # Loads first, the sum after them, so that many rows are under way at once. The barriers hold the assembler to that
+    # order, which it would give up for a few registers.
     for first in tl.static_range(0, K, AT_ONCE):
-        rows = ()
-        weights = ()
+        rows = ()  # type: tuple[Any, ...]
+        weights = ()  # type: tuple[Any, ...]
         for k in tl.static_range(first, min(K, first + AT_ONCE)):
             rows += (tl.load(row_of_ptr + token * K + k).to(tl.int64),)
             weights += (tl.load(weights_ptr + token * K + k),)
-        ys_H = ()
+        tl.debug_barrier()
+        ys_H = ()  # type: tuple[Any, ...]
         for k in tl.static_range(min(K - first, AT_ONCE)):
             in_row_H = h_H < tl.where(rows[k] >= 0, H, 0)
             ys_H += (tl.load(y_ptr + rows[k] * H + h_H, mask=in_row_H, other=0.0),)
+        tl.debug_barrier()
         for k in tl.static_range(min(K - first, AT_ONCE)):
             row, weight, y_H = rows[k], weights[k], ys_H[k].to(tl.float32)
             if WEIGHT_ON_INPUT:
@@ -114,7 +122,7 @@ def _finalize(
     if ROUTED_SCALE != 1.0:
         sum_H *= ROUTED_SCALE
     if shared_ptr is not None:
-        sum_H += tl.load(shared_ptr + token * H + h_H, mask=inside_H, other=0.0).to(tl.float32)
+        sum_H += shared_H.to(tl.float32)
     if SCALE != 1.0:
         sum_H *= SCALE
     tl.store(out_ptr + token * H + h_H, sum_H.to(out_ptr.dtype.element_ty), mask=inside_H)

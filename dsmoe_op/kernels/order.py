@@ -7,7 +7,7 @@ for itself. Sums of integers alone, so the result does not depend on timing.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple  # noqa: F401 (Any is of a type comment)
 
 import triton
 import triton.language as tl
@@ -180,7 +180,7 @@ def order_chunk(
         before_E = tl.zeros([E_PAD], tl.int32)
         first = 0
         while first < num_chunks:
-            rows_E = ()  # loads first, so that all are under way at once
+            rows_E = ()  # type: tuple[Any, ...]  # loads first, so that all are under way at once
             for row in tl.static_range(COUNT_ROWS):
                 there_E = e_E < tl.where(first + row < num_chunks, E, 0)
                 count_ptrs = counts_ptr + (first + row) * E + e_E

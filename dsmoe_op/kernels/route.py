@@ -5,9 +5,9 @@ them; for the order of all chunks everything that is produced has to be there:
 
 - One chunk: the producer that arrives last orders it. Nobody waits.
 - Several: the programs that order them wait until all producers have arrived. Producers never wait, so this ends if
-  they get to run. They do: there are at most 64 programs that wait, and a GPU holds more programs of this kernel at once
-  (4 and more on each multiprocessor, by their registers), so those that wait never fill it, in whatever order it starts
-  programs; and GPUs start them by ascending number, here producers first.
+  they get to run. They do: at most 64 programs wait, and a GPU holds more programs of this kernel at once (at least two
+  on each multiprocessor, by their registers), so those that wait never fill it, in whatever order it starts programs.
+  GPUs also start them by ascending number, producers first.
 
 The counter of arrivals begins at zero, which an earlier launch of the call sees to.
 """
