@@ -503,3 +503,16 @@ def test_a_reports_numbers_are_right_aligned() -> None:
 
 def test_the_default_prompt_leaves_room_for_the_tokens() -> None:
     assert 100 < len(run.PROMPT.encode()) < 1000
+
+
+# --- host_bench -----------------------------------------------------------------------------------------------------
+
+
+def test_host_bench_times_the_parts_of_a_call(capsys) -> None:
+    from dsmoe_op.cli import host_bench
+
+    host_bench.main(["--device", "cpu", "--batches", "1", "--json"])
+    report = json.loads(capsys.readouterr().out)
+    assert (report["device"], report["T"], report["schedule"]) == ("cpu", 1, "dual")
+    assert [row["part"].strip() for row in report["rows"]][:2] == ["DualStreamMoE", "dual_stream_moe"]
+    assert all(row["microseconds"] > 0 for row in report["rows"])

@@ -12,13 +12,13 @@ from dsmoe_op import dual_stream_moe, prepare, streams
 pytestmark = needs_gpu
 
 
-@pytest.mark.parametrize("schedule", ["serial", "dual", "dual_shared_main", "fused"])
-def test_calls_and_captures_of_any_size_compile_and_load_nothing_after_prepare(monkeypatch, schedule) -> None:
+@pytest.mark.parametrize(("schedule", "E"), [("serial", 20), ("dual", 24), ("dual_shared_main", 28), ("fused", 36)])
+def test_calls_and_captures_of_any_size_compile_and_load_nothing_after_prepare(monkeypatch, schedule, E) -> None:
     from triton import knobs
 
     def layer(T: int) -> tuple[torch.Tensor, dict]:
         # A number of experts that no other test has, so that nothing is compiled yet.
-        sizes = {"H": 128, "E": 24, "I": 64, "S": 128}
+        sizes = {"H": 128, "E": E, "I": 64, "S": 128}
         return make_layer(T, config=CONFIG, dtype=torch.bfloat16, device="cuda", shared_gate=True, **sizes)
 
     loaded: list[object] = []

@@ -3,6 +3,10 @@
 A launcher issues one launch on the current stream of the current device and writes into the tensors it is given. It
 reads nothing back, allocates nothing, and does nothing for T = 0. With `warmup=True` it compiles and loads every
 variant that it could choose for these dtypes, sizes and strides at any T, and launches nothing.
+
+A layer's launches are written down at the first call of a kind, and later calls of it run no launcher (`launch.py`). So
+what a launcher hands to `launch` follows from shapes, strides, dtypes, alignment and the config alone; its tensors are
+those that it was given, or tensor descriptors of them, and no views made inside.
 """
 
 from dsmoe_op.kernels.finalize import finalize
