@@ -216,7 +216,7 @@ class _Plan:
         for step in self.steps:
             if isinstance(step, schedules.Launch):
                 with recording as launches:
-                    one.issue(step.name)
+                    one.issue_step(step)
                 self._launches[step.name] = launches
         self.constants = recording.constants
         self.on_tensors = any(isinstance(one, kernels.Direct) for some in self._launches.values() for one in some)
@@ -368,18 +368,24 @@ class _Call:
         """Issues the launch of that name on the current stream."""
         getattr(self, "_" + name)()
 
+    def issue_step(self, step: schedules.Launch) -> None:
+        """The same, early where the schedule says so and the GPU can."""
+        overlaps = self.x.is_cuda and torch.cuda.get_device_capability(self.x.device) >= (9, 0)
+        with kernels.overlapping(step.early and overlaps, step.followed and overlaps):
+            self.issue(step.name)
+
     def warm_up(self, steps: tuple[schedules.Step, ...], kind: str, *, warmup: bool) -> None:
         """Compiles and loads what these launches can choose at any T."""
         self.warmup = warmup
-        names = [step.name for step in steps if isinstance(step, schedules.Launch)]
-        for name in names:
-            if "gemm" not in name:
-                self.issue(name)
+        launches = [step for step in steps if isinstance(step, schedules.Launch)]
+        for step in launches:
+            if "gemm" not in step.name:
+                self.issue_step(step)
         chosen = self.tiles
         for self.tiles in tuning.layer_variants(kind):
-            for name in names:
-                if "gemm" in name:
-                    self.issue(name)
+            for step in launches:
+                if "gemm" in step.name:
+                    self.issue_step(step)
         self.tiles, self.warmup = chosen, False
 
     def _router(self) -> None:

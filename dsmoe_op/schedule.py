@@ -30,6 +30,10 @@ class Launch:
     writes: tuple[str, ...]
     updates: tuple[str, ...] = ()
     """What another launch wrote, and this one reads and changes."""
+    early: bool = False
+    """It may start while the launch before it on its stream runs; it waits for that one's end itself (`overlap.py`)."""
+    followed: bool = False
+    """The next launch on its stream is an early one."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -115,10 +119,26 @@ def plan(
         end.append(launch("finalize", reads, "out"))
 
     if schedule in ("serial", "fused"):
-        return (*routed, *shared, *end)
+        return _overlapping(*routed, *shared, *end)
     on_main, on_alt = (routed, shared) if branch == "main" else (shared, routed)
     first, second = (on_alt, on_main) if alt_first else (on_main, on_alt)
-    return (FORK, *first, *second, JOIN, *end)
+    return _overlapping(FORK, *first, *second, JOIN, *end)
+
+
+def _overlapping(*steps: Step) -> tuple[Step, ...]:
+    """The steps, with each launch early that comes straight after another on its stream."""
+    new = list(steps)
+    last: dict[StreamName, tuple[int, Launch]] = {}
+    for i, step in enumerate(steps):
+        if isinstance(step, Wait):
+            last.pop(step.waiter, None)
+            continue
+        if step.stream in last:
+            j, before = last[step.stream]
+            new[j] = dataclasses.replace(before, followed=True)
+            new[i] = step = dataclasses.replace(step, early=True)
+        last[step.stream] = i, step
+    return tuple(new)
 
 
 OPTIONAL = frozenset(LAYER_FIELDS[3:16])

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from dsmoe_op.config import MoEConfig
 from dsmoe_op.kernels.launch import launch, row_stride
+from dsmoe_op.kernels.overlap import begin
 
 
 def finalize(
@@ -84,7 +85,10 @@ def _finalize(
     SCALE: tl.constexpr,
     BLOCK_H: tl.constexpr,
     AT_ONCE: tl.constexpr,
+    EARLY: tl.constexpr = False,
+    FOLLOWED: tl.constexpr = False,
 ):
+    begin(EARLY, FOLLOWED)
     token = tl.program_id(0).to(tl.int64)
     h_H = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
     inside_H = h_H < H

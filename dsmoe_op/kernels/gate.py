@@ -8,6 +8,7 @@ from torch import Tensor
 
 from dsmoe_op.kernels.launch import launch, row_stride
 from dsmoe_op.kernels.numerics import sigmoid
+from dsmoe_op.kernels.overlap import begin
 
 
 def shared_gate(x_TH: Tensor, shared_gate_1H: Tensor, gate_T: Tensor, *, warmup: bool = False) -> None:
@@ -31,7 +32,17 @@ def shared_gate(x_TH: Tensor, shared_gate_1H: Tensor, gate_T: Tensor, *, warmup:
 
 
 @triton.jit(do_not_specialize_on_alignment=["gate_ptr"])
-def _shared_gate(x_ptr, x_stride, weight_ptr, gate_ptr, H: tl.constexpr, BLOCK_H: tl.constexpr):
+def _shared_gate(
+    x_ptr,
+    x_stride,
+    weight_ptr,
+    gate_ptr,
+    H: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+    EARLY: tl.constexpr = False,
+    FOLLOWED: tl.constexpr = False,
+):
+    begin(EARLY, FOLLOWED)
     token = tl.program_id(0).to(tl.int64)
     h_H = tl.arange(0, BLOCK_H)
     sum_H = tl.zeros([BLOCK_H], tl.float32)

@@ -18,6 +18,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from dsmoe_op.config import MoEConfig
 from dsmoe_op.kernels.launch import INTERPRET, launch, row_stride
+from dsmoe_op.kernels.overlap import begin
 from dsmoe_op.tuning import Tile
 
 
@@ -431,7 +432,8 @@ def _block(
         _block(
             a_ptr, a_stride, sorted_slot_ptr, weight_on_input_ptr, w_ptr, w_desc, expert, bias_ptr, gate_ptr, out_ptr,
             row, end, out_end, column, K, COLUMNS, INNER, STRIDE_ROW, STRIDE_INNER, ACTIVATION, ORDER, CLAMP,
-            CLAMP_AFTER, BLOCK_M // 2, LEAST_M, BLOCK_N, BLOCK_K, SWAP or BLOCK_M // 2 < 64, ZEROS, PRECISION, INTERPRET,
+            CLAMP_AFTER, BLOCK_M // 2, LEAST_M, BLOCK_N, BLOCK_K, SWAP or BLOCK_M // 2 < 64, ZEROS, PRECISION,
+            INTERPRET,
         )  # fmt: skip
     else:
         rows_M = row + tl.arange(0, BLOCK_M)
@@ -522,7 +524,10 @@ def _grouped_gemm(
     CLAMP: tl.constexpr = None,
     SHARED_CLAMP: tl.constexpr = None,
     CLAMP_AFTER: tl.constexpr = False,
+    EARLY: tl.constexpr = False,
+    FOLLOWED: tl.constexpr = False,
 ):
+    begin(EARLY, FOLLOWED)
     program = tl.program_id(0)
     if out_ptr is not None:  # noqa: SIM102 (the compiler decides the outer one)
         if program < routed_programs:

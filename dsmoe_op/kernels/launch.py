@@ -7,12 +7,13 @@ with the places of its tensors in a table; a later call of the same kind fills i
 
 from __future__ import annotations
 
+import contextlib
 import contextvars
 import dataclasses
 import inspect
 import operator
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -42,6 +43,9 @@ def launch(
         meta: its constexpr arguments and the compiler's options.
     """
     meta = {"enable_fp_fusion": True, **meta}  # said aloud, since Triton's default changes between versions
+    early, followed = _overlap.get()
+    if early or followed:
+        meta |= {"EARLY": early, "FOLLOWED": followed, "launch_pdl": early}
     if not warmup:
         recording = _recording.get()
         if recording is None:
@@ -57,6 +61,19 @@ def launch(
         _load(compiled)
     else:
         together.append(compiled)
+
+
+@contextlib.contextmanager
+def overlapping(early: bool, followed: bool) -> Iterator[None]:
+    """Launches inside are such as `overlap.begin` describes."""
+    token = _overlap.set((early, followed))
+    try:
+        yield
+    finally:
+        _overlap.reset(token)
+
+
+_overlap: contextvars.ContextVar[tuple[bool, bool]] = contextvars.ContextVar("overlap", default=(False, False))
 
 
 def compile_together(warm_up: Callable[[], None]) -> None:

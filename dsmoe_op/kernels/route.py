@@ -25,6 +25,7 @@ from dsmoe_op.config import MoEConfig
 from dsmoe_op.kernels.choose import choose_token
 from dsmoe_op.kernels.launch import TL_DTYPE, launch, row_stride
 from dsmoe_op.kernels.order import FIRST_COUNT, Rows, count_chunk, num_chunks, order_chunk
+from dsmoe_op.kernels.overlap import begin
 from dsmoe_op.tuning import (
     OrderBlock,
     order_block,
@@ -269,7 +270,8 @@ _NO_CHOICE: dict[str, Any] = dict.fromkeys(
 
 
 @triton.jit
-def _zero(counters_ptr):
+def _zero(counters_ptr, EARLY: tl.constexpr = False, FOLLOWED: tl.constexpr = False):
+    begin(EARLY, FOLLOWED)
     tl.store(counters_ptr, 0)
 
 
@@ -351,7 +353,10 @@ def _route(
     Z: tl.constexpr,
     BLOCK: tl.constexpr,
     COUNT_ROWS: tl.constexpr,
+    EARLY: tl.constexpr = False,
+    FOLLOWED: tl.constexpr = False,
 ):
+    begin(EARLY, FOLLOWED)
     program = tl.program_id(0)
     chunk = program - producers  # to be ordered; none where it is negative
     if program < producers:

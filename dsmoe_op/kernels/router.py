@@ -11,6 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from dsmoe_op.kernels.launch import INTERPRET, launch, row_stride
+from dsmoe_op.kernels.overlap import begin
 from dsmoe_op.tuning import router_tile, router_variants
 
 
@@ -140,7 +141,10 @@ def _router_logits(
     BLOCK_E: tl.constexpr,
     BLOCK_H: tl.constexpr,
     INTERPRET: tl.constexpr,
+    EARLY: tl.constexpr = False,
+    FOLLOWED: tl.constexpr = False,
 ):
+    begin(EARLY, FOLLOWED)
     split = tl.program_id(2)
     if counters_ptr is not None:
         ZEROS: tl.constexpr = 128

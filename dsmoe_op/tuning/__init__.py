@@ -74,9 +74,7 @@ _ROUTED: dict[str, tuple[Routed, ...]] = {
         Routed(8, ALL, Tile(16, 32, 128, 4, 4, swap=True), Tile(16, 128, 128, 4, 3, swap=True)),
         Routed(28, ALL, Tile(32, 32, 128, 4, 4, swap=True), Tile(32, 64, 128, 4, 3, swap=True)),
         Routed(48, ALL, Tile(64, 128, 64, 4, 4, tma=True, least_m=16), Tile(64, 128, 64, 4, 3, tma=True, least_m=16)),
-        Routed(
-            ALL, ALL, Tile(128, 128, 64, 8, 4, tma=True, least_m=16), Tile(128, 128, 64, 8, 3, tma=True, least_m=16)
-        ),
+        Routed(ALL, ALL, Tile(128, 128, 64, 8, 4, tma=True, least_m=16), Tile(128, 256, 64, 8, 3, least_m=16)),
     ),
     "tf32": (
         Routed(24, ALL, Tile(16, 32, 64, 4, 4), Tile(16, 64, 64, 4, 4)),
