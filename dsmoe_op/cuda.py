@@ -20,7 +20,7 @@ from dsmoe_op import kernels, streams, tuning
 from dsmoe_op import schedule as schedules
 from dsmoe_op.checks import LAYER_FIELDS, Checked, Dims, Layer, Routing
 from dsmoe_op.config import MoEConfig
-from dsmoe_op.tuning import LayerTiles
+from dsmoe_op.tuning import Choice, LayerTiles
 
 
 def moe(layer: Layer, call: Checked) -> Tensor:
@@ -191,15 +191,19 @@ class _Plan:
 
     __slots__ = ("_launches", "buffers", "constants", "copied", "offsets", "on_tensors", "size", "steps")
 
-    def __init__(self, layer: Layer, call: Checked, finalized: bool, allow_tf32: bool) -> None:
-        dims, config = call.dims, call.config
+    def __init__(
+        self, layer: Layer, call: Checked, finalized: bool, allow_tf32: bool, table: tuning.Table | None
+    ) -> None:
+        dims, config, x = call.dims, call.config, layer.hidden_states
         present = frozenset(n for n in schedules.OPTIONAL if getattr(layer, n) is not None)
-        resolved = schedules.resolve(call.schedule, has_shared=dims.S > 0)
-        zero_experts = config.num_zero_experts > 0
-        steps_of = functools.partial(schedules.plan, resolved, present, zero_experts=zero_experts, finalized=finalized)
-        self.steps = steps_of(one_chunk=kernels.num_chunks(dims.T * dims.K) == 1)
-        kind = tuning.gemm_kind(layer.hidden_states.dtype, allow_tf32)
-        tiles = tuning.layer_tiles(kind, *dims[:4], dims.S)
+        kind = tuning.gemm_kind(x.dtype, allow_tf32)
+        shape = tuning.LayerShape(kind, dims.H, dims.I, dims.E, dims.K, dims.S)
+        tables = tuning.tables_of(table, torch.cuda.get_device_name(x.device) if x.is_cuda else None)
+        tiles, auto = tuning.layer_choice(shape, dims.T, tables)
+        resolve = functools.partial(schedules.resolve, call.schedule, has_shared=dims.S > 0)
+        options = {"zero_experts": config.num_zero_experts > 0, "finalized": finalized}
+        one_chunk = kernels.num_chunks(dims.T * dims.K) == 1
+        self.steps = schedules.plan(resolve(auto=auto), present, **options, one_chunk=one_chunk)
         inside, outputs = _buffers(layer, dims, config, tiles, finalized)
         self.buffers, self.size = _laid_out(inside)
         self.offsets = tuple(buffer.offset for buffer in self.buffers)
@@ -209,7 +213,9 @@ class _Plan:
         # Kernels are chosen for the buffers by shape and dtype, so that these need no memory here.
         buffers = {name: torch.empty(shape, dtype=dtype, device="meta") for name, shape, dtype in (*inside, *outputs)}
         one = _Call(given, dims, config, buffers, tiles, allow_tf32)
-        _prepare(one.kind(resolved, finalized), functools.partial(one.warm_up, steps_of(), kind))
+        any_T = tuple(Choice(c.tiles, resolve(auto=c.schedule)) for c in tuning.layer_choices(shape, tables))
+        steps_of = {c.schedule: schedules.plan(c.schedule, present, **options) for c in any_T}
+        _prepare(one.kind(any_T, finalized), functools.partial(one.warm_up, any_T, steps_of))
 
         recording = kernels.Recording([*(t for t in given if t is not None), *buffers.values()])
         self._launches: dict[str, list[kernels.Bound | kernels.Direct]] = {}
@@ -239,10 +245,11 @@ def _plan_of(layer: Layer, call: Checked, addresses: list[int], *, finalized: bo
     """The plan for these tensors. Its key and `checks.checked`'s together are all that host and kernels look at."""
     x = layer.hidden_states
     allow_tf32 = x.dtype == torch.float32 and torch.backends.cuda.matmul.fp32_precision == "tf32"
-    key = (finalized, allow_tf32, *[address % 16 == 0 for address in addresses])
+    table = tuning.own_table()
+    key = (finalized, allow_tf32, table, *[address % 16 == 0 for address in addresses])
     plan = call.plans.get(key)
     if plan is None:
-        plan = _Plan(layer, call, finalized, allow_tf32)
+        plan = _Plan(layer, call, finalized, allow_tf32, table)
         if len(call.plans) >= _PLANS:
             call.plans.clear()  # rather than to count uses at each call
         call.plans[key] = plan
@@ -355,14 +362,14 @@ class _Call:
         self.gate_T, self.out = buffers.get("gate"), buffers.get("out")
         self.shared_h, self.shared = buffers["shared_h"], buffers["shared"]
 
-    def kind(self, resolved: str, finalized: bool) -> tuple[object, ...]:
+    def kind(self, choices: tuple[Choice, ...], finalized: bool) -> tuple[object, ...]:
         """All that the kernels of this call are specialised on, whatever its T."""
         layer = self.layer
         weights = [getattr(layer, name) for name in LAYER_FIELDS if name not in _ROWS]
         rows = [getattr(layer, name) for name in _ROWS]
         kinds = (*(None if t is None else _rows_kind(t) for t in rows), *map(_weight_kind, weights))
         key, device = self.config.key, self.x.device
-        return (resolved, key, self.dims[1:], finalized, device, self.allow_tf32, *kinds)
+        return (choices, key, self.dims[1:], finalized, device, self.allow_tf32, *kinds)
 
     def issue(self, name: str) -> None:
         """Issues the launch of that name on the current stream."""
@@ -374,16 +381,22 @@ class _Call:
         with kernels.overlapping(step.early and overlaps, step.followed and overlaps):
             self.issue(step.name)
 
-    def warm_up(self, steps: tuple[schedules.Step, ...], kind: str, *, warmup: bool) -> None:
-        """Compiles and loads what these launches can choose at any T."""
+    def warm_up(
+        self, choices: tuple[Choice, ...], steps_of: dict[str, tuple[schedules.Step, ...]], *, warmup: bool
+    ) -> None:
+        """Compiles and loads what a call like this can launch at any T: any of the choices; steps by schedule."""
         self.warmup = warmup
-        launches = [step for step in steps if isinstance(step, schedules.Launch)]
-        for step in launches:
-            if "gemm" not in step.name:
-                self.issue_step(step)
+        launches = {
+            schedule: [step for step in steps if isinstance(step, schedules.Launch)]
+            for schedule, steps in steps_of.items()
+        }
+        for steps in launches.values():
+            for step in steps:
+                if "gemm" not in step.name:
+                    self.issue_step(step)
         chosen = self.tiles
-        for self.tiles in tuning.layer_variants(kind):
-            for step in launches:
+        for self.tiles, schedule in choices:
+            for step in launches[schedule]:
                 if "gemm" in step.name:
                     self.issue_step(step)
         self.tiles, self.warmup = chosen, False

@@ -49,11 +49,11 @@ FORK = Wait(waiter="alt", on="main")
 JOIN = Wait(waiter="main", on="alt")
 
 
-def resolve(schedule: str, *, has_shared: bool) -> str:
-    """The schedule that "auto" means, and "serial" where there is no shared expert to run beside the routed ones."""
+def resolve(schedule: str, *, has_shared: bool, auto: str = "dual") -> str:
+    """What "auto" means is `auto`; and "serial" where there is no shared expert to run beside the routed ones."""
     if not has_shared:
         return "serial"
-    return "dual" if schedule == "auto" else schedule
+    return auto if schedule == "auto" else schedule
 
 
 @functools.lru_cache(maxsize=256)

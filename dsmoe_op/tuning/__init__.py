@@ -1,6 +1,10 @@
-"""Tile choice as data: a kernel's tiles, each with the most rows it is for. Chosen from sizes known on the host alone.
+"""Tile choice as data, from sizes known on the host alone.
 
-Few tiles, so that all that can be chosen are compiled together before the first call (`variants`).
+What a GPU was measured to be fastest with comes first: the user's table (`use_table`), then the library's own for that
+GPU (`<gpu>.json` here, by `python -m dsmoe_op tune`). For other shapes and GPUs there is a heuristic: a kernel's tiles,
+each with the most rows it is for.
+
+Few tiles, so that all that can be chosen are compiled together before the first call (`layer_choices`).
 Bytes of shared memory of a GEMM tile: num_stages * block_k * (block_m + rows of w) * itemsize.
 """
 
@@ -12,21 +16,10 @@ from typing import Any, NamedTuple
 
 import torch
 
+from dsmoe_op.tuning.tables import BUCKETS, Table, bucket, load_table, save_table, shipped
+from dsmoe_op.tuning.tile import Choice, LayerShape, LayerTiles, Tile
 
-class Tile(NamedTuple):
-    """One program's part of a product [M, K] x [K, N]. A gated GEMM 1 has twice block_n rows of w, in one product."""
-
-    block_m: int
-    block_n: int
-    block_k: int
-    num_warps: int
-    num_stages: int
-    swap: bool = False  # rows of w on the matrix unit's longer side, tokens on its shorter one
-    tma: bool = False  # w is fetched by the copy engine
-    least_m: int = 0  # a block half empty or emptier takes a tile of half the height, down to this many rows; 0: never
-
-
-Table = tuple[tuple[float, Tile], ...]
+Tiles = tuple[tuple[float, Tile], ...]
 """(most rows, tile), ascending; the last one has no limit."""
 
 
@@ -46,6 +39,8 @@ class RouterTile(NamedTuple):
     splits: int
 
 
+__all__ = ["Choice", "LayerShape", "LayerTiles", "Table", "Tile", "load_table", "save_table", "use_table"]
+
 ALL = float("inf")
 
 
@@ -56,15 +51,6 @@ class Routed(NamedTuple):
     most_slots: float  # T*K
     gemm1: Tile
     gemm2: Tile
-
-
-class LayerTiles(NamedTuple):
-    """Tiles of one call."""
-
-    gemm1: Tile
-    gemm2: Tile
-    shared_gemm1: Tile
-    shared_gemm2: Tile
 
 
 _ROUTED: dict[str, tuple[Routed, ...]] = {
@@ -107,7 +93,7 @@ _SHARED: dict[tuple[str, str], tuple[tuple[float, tuple[Tile, ...]], ...]] = {
 }
 _ENOUGH_PROGRAMS = 100
 
-_ROUTER: dict[str, Table] = {
+_ROUTER: dict[str, Tiles] = {
     "plain": (
         (16, Tile(16, 16, 256, 4, 3)),
         (64, Tile(64, 32, 128, 4, 4)),
@@ -135,9 +121,76 @@ def gemm_kind(dtype: torch.dtype, allow_tf32: bool) -> str:
     return "tf32" if allow_tf32 else "fp32"
 
 
+_own: Table | None = None
+"""The user's."""
+
+
+def use_table(table: Table | None) -> None:
+    """Lets calls from now on look into this table first, on every GPU; None: no longer.
+
+    `use_table(load_table("my.json"))` before the model is prepared or first called. It may also come later: calls made
+    with another table share nothing with later ones, which compile what is new to them at their first call. A CUDA
+    graph stays as it was captured.
+
+    Raises:
+        TypeError: it is no table, such as a path.
+    """
+    global _own
+    if table is not None and not isinstance(table, Table):
+        raise TypeError(f"table: expected a table of load_table, or None, got {type(table).__name__}")
+    _own = table
+
+
+def own_table() -> Table | None:
+    """The one that `use_table` set."""
+    return _own
+
+
+def tables_of(own: Table | None, gpu: str | None) -> tuple[Table, ...]:
+    """Where to look, in that order, on a GPU of that name. The file of a name is read once."""
+    its = None if gpu is None else shipped(gpu)
+    return tuple(table for table in (own, its) if table is not None)
+
+
+@functools.lru_cache(maxsize=1024)
+def layer_choice(shape: LayerShape, T: int, tables: tuple[Table, ...] = ()) -> Choice:
+    """Tiles and schedule of a call: those of the first table that has this shape and bucket of T, else the heuristic's.
+
+    The tables are as `tables_of` gives them.
+    """
+    found = _row(shape, bucket(T), tables)
+    if found is not None:
+        return found
+    return Choice(layer_tiles(shape.kind, T, shape.H, shape.E, shape.K, shape.S), heuristic_schedule(shape.S))
+
+
+@functools.lru_cache(maxsize=256)
+def layer_choices(shape: LayerShape, tables: tuple[Table, ...] = ()) -> tuple[Choice, ...]:
+    """Choices that name, between them, all tiles that `layer_choice` can choose at any T, each with its schedule."""
+    found = [_row(shape, most, tables) for most in BUCKETS]
+    choices = dict.fromkeys(choice for choice in found if choice is not None)
+    if None in found:
+        schedule = heuristic_schedule(shape.S)
+        choices |= dict.fromkeys(Choice(tiles, schedule) for tiles in layer_variants(shape.kind))
+    return tuple(choices)
+
+
+def _row(shape: LayerShape, most: float, tables: tuple[Table, ...]) -> Choice | None:
+    choices = (table.choice(shape, most) for table in tables)
+    return next((choice for choice in choices if choice is not None), None)
+
+
+# --- the heuristic --------------------------------------------------------------------------------------------------
+
+
+def heuristic_schedule(S: int) -> str:
+    """The shared expert runs beside the routed ones, where there is one."""
+    return "dual" if S else "serial"
+
+
 @functools.lru_cache(maxsize=1024)
 def layer_tiles(kind: str, T: int, H: int, E: int, K: int, S: int) -> LayerTiles:
-    """The tiles of a call; `kind` as `gemm_kind` says, sizes as in `checks.Dims`."""
+    """The heuristic's tiles of a call; `kind` as `gemm_kind` says, sizes as in `checks.Dims`."""
     rows, slots = T * K / E, T * K
     routed = next(r for r in _ROUTED[kind] if rows <= r.most_rows and slots <= r.most_slots)
     shared = []
@@ -208,5 +261,5 @@ def order_chunk(num_slots: int) -> int:
     return chunk
 
 
-def _pick(table: Table, rows: float) -> Tile:
+def _pick(table: Tiles, rows: float) -> Tile:
     return next(tile for most, tile in table if rows <= most)

@@ -1,0 +1,45 @@
+"""What is chosen for a product of the experts."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+class Tile(NamedTuple):
+    """One program's part of a product [M, K] x [K, N]. A gated GEMM 1 has twice block_n rows of w, in one product."""
+
+    block_m: int
+    block_n: int
+    block_k: int
+    num_warps: int
+    num_stages: int
+    swap: bool = False  # rows of w on the matrix unit's longer side, tokens on its shorter one
+    tma: bool = False  # w is fetched by the copy engine
+    least_m: int = 0  # a block half empty or emptier takes a tile of half the height, down to this many rows; 0: never
+
+
+class LayerTiles(NamedTuple):
+    """Tiles of one call. gemm1 and gemm2 have one block_m, that of the map of blocks."""
+
+    gemm1: Tile
+    gemm2: Tile
+    shared_gemm1: Tile
+    shared_gemm2: Tile
+
+
+class Choice(NamedTuple):
+    """Tiles of one call, and the schedule that "auto" means for it where there is a shared expert."""
+
+    tiles: LayerTiles
+    schedule: str
+
+
+class LayerShape(NamedTuple):
+    """All but T that a choice hangs on; `kind` as `gemm_kind` says, sizes as in `checks.Dims`."""
+
+    kind: str
+    H: int
+    I: int
+    E: int
+    K: int
+    S: int
