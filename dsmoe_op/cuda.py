@@ -222,7 +222,7 @@ class _Plan:
         for step in self.steps:
             if isinstance(step, schedules.Launch):
                 with recording as launches:
-                    one.issue_step(step)
+                    one.issue_step(step, overlaps=tiles.overlaps)
                 self._launches[step.name] = launches
         self.constants = recording.constants
         self.on_tensors = any(isinstance(one, kernels.Direct) for some in self._launches.values() for one in some)
@@ -272,6 +272,7 @@ def _buffers(
         inside.append(("logits", (splits, T, E_routing + config.num_zero_experts), f32))
     inside += [
         ("counters", (kernels.num_counters(N, E),), i32),
+        ("taken", (1,), i32),
         ("offsets", (E + 1,), i32),
         ("sorted_slot", (N,), i32),
         ("blocks", (3, kernels.num_blocks(N, E, tiles.gemm1.block_m)), i32),
@@ -355,9 +356,9 @@ class _Call:
         if layer.topk_ids is None:
             self.logits = buffers["logits"] if layer.router_logits is None else layer.router_logits
         self.slot_ids, self.slot_weights = buffers["slot_ids"], buffers["slot_weights"]
-        order = (buffers[name] for name in ("offsets", "sorted_slot", "row_of", "blocks", "counters"))
-        offsets, sorted_slot, row_of, blocks, counters = order
-        self.rows = kernels.Rows(offsets, sorted_slot, row_of, blocks, tiles.gemm1.block_m, counters)
+        order = (buffers[name] for name in ("offsets", "sorted_slot", "row_of", "blocks", "counters", "taken"))
+        offsets, sorted_slot, row_of, blocks, counters, taken = order
+        self.rows = kernels.Rows(offsets, sorted_slot, row_of, blocks, tiles.gemm1.block_m, counters, taken)
         self.h, self.y = buffers["h"], buffers["y"]
         self.gate_T, self.out = buffers.get("gate"), buffers.get("out")
         self.shared_h, self.shared = buffers["shared_h"], buffers["shared"]
@@ -375,9 +376,9 @@ class _Call:
         """Issues the launch of that name on the current stream."""
         getattr(self, "_" + name)()
 
-    def issue_step(self, step: schedules.Launch) -> None:
-        """The same, early where the schedule says so and the GPU can."""
-        overlaps = self.x.is_cuda and torch.cuda.get_device_capability(self.x.device) >= (9, 0)
+    def issue_step(self, step: schedules.Launch, *, overlaps: bool) -> None:
+        """The same, early where the schedule says so, if launches are to overlap and the GPU can."""
+        overlaps = overlaps and self.x.is_cuda and torch.cuda.get_device_capability(self.x.device) >= (9, 0)
         with kernels.overlapping(step.early and overlaps, step.followed and overlaps):
             self.issue(step.name)
 
@@ -390,15 +391,15 @@ class _Call:
             schedule: [step for step in steps if isinstance(step, schedules.Launch)]
             for schedule, steps in steps_of.items()
         }
-        for steps in launches.values():
-            for step in steps:
+        for schedule, overlaps in dict.fromkeys((schedule, tiles.overlaps) for tiles, schedule in choices):
+            for step in launches[schedule]:
                 if "gemm" not in step.name:
-                    self.issue_step(step)
+                    self.issue_step(step, overlaps=overlaps)
         chosen = self.tiles
         for self.tiles, schedule in choices:
             for step in launches[schedule]:
                 if "gemm" in step.name:
-                    self.issue_step(step)
+                    self.issue_step(step, overlaps=self.tiles.overlaps)
         self.tiles, self.warmup = chosen, False
 
     def _router(self) -> None:
@@ -473,6 +474,8 @@ class _Call:
             blocks=self.rows.blocks_3B if routed else None,
             h_NI=self.h if routed else None,
             y_NH=self.y if routed else None,
+            offsets=self.rows.offsets if routed else None,
+            taken=self.rows.taken if routed else None,
             zero_tail=routed and self.out is None,
             shared_w2=self.layer.shared_w2 if shared else None,
             h_shared_TS=self.shared_h if shared else None,

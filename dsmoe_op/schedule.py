@@ -82,7 +82,7 @@ def plan(
     shared_branch: StreamName = "alt" if schedule == "dual" else "main"
 
     routed = []
-    rows, slots = "offsets sorted_slot row_of blocks", "slot_ids slot_weights"
+    rows, slots = "offsets sorted_slot row_of blocks taken", "slot_ids slot_weights"
     choice = "router_bias correction_bias num_valid_tokens expert_map"
     if "router_weight" in present:
         routed.append(launch("router", "hidden_states router_weight", "logits counters", branch))
@@ -97,7 +97,7 @@ def plan(
         routed.append(launch("order", chosen, f"{slots} {rows}", branch, "" if one_chunk else "counters"))
     gate = [launch("gate", "hidden_states shared_gate", "gate", shared_branch)] if has_gate else []
     gemm1 = "hidden_states w13 w13_bias blocks sorted_slot slot_weights"
-    gemm2 = "h w2 w2_bias blocks"
+    gemm2 = "h w2 w2_bias blocks offsets"
     shared1 = "hidden_states shared_w13 num_valid_tokens"
     shared2 = f"shared_h shared_w2 num_valid_tokens{' gate' if has_gate else ''}"
     if fused:
@@ -107,7 +107,7 @@ def plan(
         shared = []
     else:
         routed.append(launch("gemm1", gemm1, "h", branch))
-        routed.append(launch("gemm2", gemm2, "y", branch))
+        routed.append(launch("gemm2", gemm2, "y", branch, "taken"))
         shared = gate
         if has_shared:
             shared.append(launch("shared_gemm1", shared1, "shared_h", shared_branch))

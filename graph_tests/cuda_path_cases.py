@@ -26,7 +26,7 @@ from dsmoe_op.schedule import Launch, Step, Wait
 assert INTERPRET
 
 BUFFERS = (
-    "logits", "counters", "offsets", "sorted_slot", "row_of", "blocks", "slot_ids", "slot_weights",
+    "logits", "counters", "offsets", "sorted_slot", "row_of", "blocks", "taken", "slot_ids", "slot_weights",
     "h", "y", "gate", "shared_h", "shared", "out",
 )  # fmt: skip
 SCHEDULES = ("serial", "dual", "dual_shared_main", "fused")
@@ -225,7 +225,9 @@ def test_no_input_is_written_resized_or_moved(schedule) -> None:
 def test_a_launch_touches_what_its_schedule_says_and_nothing_else(name, schedule, finalized, way) -> None:
     """Each launch once on true tensors, once with garbage in all that it does not declare."""
     x, args = make(name, way)
-    while not Run(x, args, "serial").issue().buffers["offsets"][-1]:  # no expert of this rank was chosen: no row to write
+    while (
+        not Run(x, args, "serial").issue().buffers["offsets"][-1]
+    ):  # no expert of this rank was chosen: no row to write
         x, args = make(name, way)
     run = Run(x, args, schedule, finalized=finalized)
     tensors = {**run.inputs, **run.buffers}

@@ -17,6 +17,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from dsmoe_op.config import MoEConfig
+from dsmoe_op.kernels.gemm2_persistent import gemm2_persistent, takes
 from dsmoe_op.kernels.launch import INTERPRET, launch, row_stride
 from dsmoe_op.kernels.overlap import begin
 from dsmoe_op.tuning import Tile
@@ -83,6 +84,8 @@ def gemm2(
     blocks: Tensor | None = None,
     h_NI: Tensor | None = None,
     y_NH: Tensor | None = None,
+    offsets: Tensor | None = None,
+    taken: Tensor | None = None,
     zero_tail: bool = False,
     shared_w2: Tensor | None = None,
     h_shared_TS: Tensor | None = None,
@@ -100,6 +103,7 @@ def gemm2(
         w2_bias: [E, H] contiguous, dtype of h or float32.
         blocks, h_NI: as `order_rows` and `gemm1` leave them.
         y_NH: the experts' rows are written; [T*K, H] contiguous.
+        offsets, taken: as `order_rows` leaves them, for a persistent tile.
         zero_tail: the rows that no expert has are written too, as zeros.
         shared_w2: [H, S], unit stride in one dim.
         h_shared_TS: [T, S] contiguous, from `gemm1`.
@@ -111,6 +115,14 @@ def gemm2(
     if w2 is not None:
         assert h_NI is not None
         assert y_NH is not None
+        if tile.persistent and not INTERPRET and shared_w2 is None and takes(w2) and y_NH.shape[0]:
+            assert blocks is not None
+            assert offsets is not None
+            assert taken is not None
+            gemm2_persistent(h_NI, w2, w2_bias, blocks, y_NH, taken, warmup=warmup)
+            if zero_tail:
+                _zero_rows_after(offsets, y_NH, warmup=warmup)
+            return
         routed = _Part(h_NI, w2, y_NH, w2_bias, blocks)
     if shared_w2 is not None:
         assert h_shared_TS is not None
@@ -118,6 +130,36 @@ def gemm2(
         shared = _Part(h_shared_TS, shared_w2, shared_TH, gate=gate_T)
     if any(part is not None and part.out.shape[0] for part in (routed, shared)):
         _grouped(tile, config.top_k, routed, shared, num_valid_tokens, zero_tail, {}, allow_tf32, warmup)
+
+
+def _zero_rows_after(offsets: Tensor, y_NH: Tensor, *, warmup: bool) -> None:
+    """Zeroes the rows of y from offsets[E] on; few or none, as a rule."""
+    N, H = y_NH.shape
+    grid = (min(triton.cdiv(N, 16), 1024),)
+    args = (offsets, y_NH, N)
+    meta = {"E": offsets.shape[0] - 1, "H": H, "BLOCK_H": min(1024, triton.next_power_of_2(H)), "num_warps": 4}
+    launch(_zero_rows, grid, args, meta, warmup=warmup)
+
+
+@triton.jit(do_not_specialize=["N"], do_not_specialize_on_alignment=["offsets_ptr"])
+def _zero_rows(
+    offsets_ptr,
+    y_ptr,
+    N,
+    E: tl.constexpr,
+    H: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+    EARLY: tl.constexpr = False,
+    FOLLOWED: tl.constexpr = False,
+):
+    begin(EARLY, FOLLOWED)
+    row = tl.load(offsets_ptr + E) + tl.program_id(0)
+    while row < N:
+        for start in range(0, H, BLOCK_H):
+            h_H = start + tl.arange(0, BLOCK_H)
+            zeros_H = tl.zeros([BLOCK_H], y_ptr.dtype.element_ty)
+            tl.store(y_ptr + row.to(tl.int64) * H + h_H, zeros_H, mask=h_H < H)
+        row += tl.num_programs(0)
 
 
 class _Part(NamedTuple):

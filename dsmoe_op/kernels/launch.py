@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
-import dataclasses
+import copy
 import inspect
 import operator
 import os
@@ -21,6 +21,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as GluonDescriptor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from dsmoe_op.streams import current_stream
@@ -44,7 +45,7 @@ def launch(
     """
     meta = {"enable_fp_fusion": True, **meta}  # said aloud, since Triton's default changes between versions
     early, followed = _overlap.get()
-    if early or followed:
+    if (early or followed) and "EARLY" in kernel.arg_names:
         meta |= {"EARLY": early, "FOLLOWED": followed, "launch_pdl": early}
     if not warmup:
         recording = _recording.get()
@@ -139,12 +140,8 @@ class Recording:
 
     def add(self, kernel: Any, grid: tuple[int, ...], args: tuple[Any, ...], meta: dict[str, Any]) -> None:
         """Binds one launch; arguments as of `launch`."""
-        descriptors = tuple(
-            _Descriptor(i, arg.block_shape, list(arg.shape), list(arg.strides), arg.padding, arg.base.dtype)
-            for i, arg in enumerate(args)
-            if isinstance(arg, TensorDescriptor)
-        )
-        places = [self._place(arg.base if isinstance(arg, TensorDescriptor) else arg) for arg in args]
+        descriptors = tuple(_Descriptor(i, arg) for i, arg in enumerate(args) if isinstance(arg, _DESCRIPTORS))
+        places = [self._place(arg.base if isinstance(arg, _DESCRIPTORS) else arg) for arg in args]
         compiled = None if INTERPRET else kernel.warmup(*args, grid=grid, **meta)
         if compiled is not None and hasattr(compiled, "result"):
             compiled = compiled.result()
@@ -246,21 +243,24 @@ def _takes_what_is_known(kernel: Any, compiled: Any, num_args: int) -> bool:
 # --- tensor descriptors ---------------------------------------------------------------------------------------------
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
+_DESCRIPTORS = (TensorDescriptor, GluonDescriptor)
+
+
 class _Descriptor:
-    """All of a `TensorDescriptor` argument but the tensor, whose place the table has."""
+    """A descriptor argument without its tensor, whose place the table has."""
 
-    position: int
-    block_shape: list[int]
-    shape: list[int]
-    strides: list[int]
-    padding: str
-    dtype: torch.dtype
+    __slots__ = ("_template", "position")
 
-    def of(self, base: Any) -> TensorDescriptor:
-        if isinstance(base, int):
-            base = _Address(base, self.dtype)
-        return TensorDescriptor(base, self.shape, self.strides, self.block_shape, self.padding)
+    def __init__(self, position: int, descriptor: Any) -> None:
+        self.position = position
+        self._template = copy.copy(descriptor)
+        self._template.base = _Address(0, descriptor.base.dtype)
+
+    def of(self, base: Any) -> Any:
+        """The descriptor of that tensor, or of what lies at that address: the plan's key has its alignment."""
+        descriptor = copy.copy(self._template)
+        descriptor.base = _Address(base, self._template.base.dtype) if isinstance(base, int) else base
+        return descriptor
 
 
 class _Address:

@@ -35,6 +35,8 @@ class Rows(NamedTuple):
     """A power of two."""
     counters: Tensor
     """int32 [`num_counters`]: scratch. Zeros where an earlier launch has to leave them so; changed."""
+    taken: Tensor
+    """int32 [1]: zero, for `gemm2_persistent` to count its items."""
 
 
 FIRST_COUNT = tl.constexpr(32)
@@ -141,6 +143,7 @@ def order_chunk(
     num_valid_ptr,
     counts_ptr,
     offsets_ptr,
+    taken_ptr,
     sorted_slot_ptr,
     row_of_ptr,
     blocks_ptr,
@@ -195,6 +198,7 @@ def order_chunk(
     if index == 0:
         tl.store(offsets_ptr + e_E, first_E, mask=e_E < E)
         tl.store(offsets_ptr + E, num_rows)
+        tl.store(taken_ptr, 0)
 
     # Blocks: block j of an expert, or of the empty ones, is written by the program j modulo the number of chunks.
     block_m = 1 << log_block_m

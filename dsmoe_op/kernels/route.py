@@ -187,6 +187,7 @@ def _order_args(num_slots: int, rows: Rows) -> dict[str, Any]:
     return {
         "counters_ptr": rows.counters,
         "offsets_ptr": rows.offsets,
+        "taken_ptr": rows.taken,
         "sorted_slot_ptr": rows.sorted_slot_N,
         "row_of_ptr": rows.row_of_TK,
         "blocks_ptr": rows.blocks_3B,
@@ -248,6 +249,7 @@ _ARGUMENTS: tuple[tuple[str, int | None], ...] = (
     ("producers", 0),
     ("counters_ptr", None),
     ("offsets_ptr", None),
+    ("taken_ptr", None),
     ("sorted_slot_ptr", None),
     ("row_of_ptr", None),
     ("blocks_ptr", None),
@@ -298,6 +300,7 @@ def _zero(counters_ptr, EARLY: tl.constexpr = False, FOLLOWED: tl.constexpr = Fa
         "ids_ptr",
         "weights_ptr",
         "blocks_ptr",
+        "taken_ptr",
     ],
 )
 def _route(
@@ -317,6 +320,7 @@ def _route(
     producers,
     counters_ptr,
     offsets_ptr,
+    taken_ptr,
     sorted_slot_ptr,
     row_of_ptr,
     blocks_ptr,
@@ -460,6 +464,7 @@ def _route(
                 num_valid_ptr,
                 counters_ptr + FIRST_COUNT,
                 offsets_ptr,
+                taken_ptr,
                 sorted_slot_ptr,
                 row_of_ptr,
                 blocks_ptr,

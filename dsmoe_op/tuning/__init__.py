@@ -59,8 +59,18 @@ _ROUTED: dict[str, tuple[Routed, ...]] = {
         Routed(8, 160, Tile(16, 32, 128, 4, 4, swap=True), Tile(16, 64, 128, 4, 4, swap=True)),
         Routed(8, ALL, Tile(16, 32, 128, 4, 4, swap=True), Tile(16, 128, 128, 4, 3, swap=True)),
         Routed(28, ALL, Tile(32, 32, 128, 4, 4, swap=True), Tile(32, 64, 128, 4, 3, swap=True)),
-        Routed(48, ALL, Tile(64, 128, 64, 4, 4, tma=True, least_m=16), Tile(64, 128, 64, 4, 3, tma=True, least_m=16)),
-        Routed(ALL, ALL, Tile(128, 128, 64, 8, 4, tma=True, least_m=16), Tile(128, 256, 64, 8, 3, least_m=16)),
+        Routed(
+            48,
+            ALL,
+            Tile(64, 128, 64, 4, 4, tma=True, least_m=16),
+            Tile(64, 128, 64, 4, 3, tma=True, least_m=16),
+        ),
+        Routed(
+            ALL,
+            ALL,
+            Tile(128, 128, 64, 8, 4, tma=True, least_m=16),
+            Tile(128, 256, 64, 8, 3, persistent=True, least_m=16),
+        ),
     ),
     "tf32": (
         Routed(24, ALL, Tile(16, 32, 64, 4, 4), Tile(16, 64, 64, 4, 4)),
@@ -92,6 +102,8 @@ _SHARED: dict[tuple[str, str], tuple[tuple[float, tuple[Tile, ...]], ...]] = {
     ("gemm2", "fp32"): ((24, (Tile(16, 64, 32, 4, 3),)), (ALL, (Tile(64, 64, 32, 8, 3),))),
 }
 _ENOUGH_PROGRAMS = 100
+OVERLAPPING_SLOTS = 16
+"""T*K up to which launches overlap (`LayerTiles.overlaps`)."""
 
 _ROUTER: dict[str, Tiles] = {
     "plain": (
@@ -198,19 +210,31 @@ def layer_tiles(kind: str, T: int, H: int, E: int, K: int, S: int) -> LayerTiles
         tiles = next(tiles for most, tiles in _SHARED[kernel, kind] if most >= T)
         enough = (t for t in tiles if -(-T // t.block_m) * -(-columns // t.block_n) >= _ENOUGH_PROGRAMS)
         shared.append(next(enough, tiles[-1]))
-    return LayerTiles(routed.gemm1, routed.gemm2, *shared)
+    overlaps = kind == "16bit" and slots <= OVERLAPPING_SLOTS and rows <= _ROUTED[kind][0].most_rows
+    return LayerTiles(routed.gemm1, routed.gemm2, shared[0], shared[1], overlaps)
 
 
 def layer_variants(kind: str) -> tuple[LayerTiles, ...]:
     """Tiles that name, between them, every one that `layer_tiles` can choose at any T; some are named twice."""
-    shared = [[t for _, tiles in _SHARED[kernel, kind] for t in tiles] for kernel in ("gemm1", "gemm2")]
-    count = max(len(_ROUTED[kind]), *map(len, shared))
+    routed = _ROUTED[kind]
+    tables = [_SHARED[kernel, kind] for kernel in ("gemm1", "gemm2")]
+    variants = _side_by_side(routed, *([t for _, tiles in table for t in tiles] for table in tables), overlaps=False)
+    if kind == "16bit":
+        first = ([t for most, tiles in table if most <= OVERLAPPING_SLOTS for t in tiles] for table in tables)
+        variants += _side_by_side(routed[:1], *first, overlaps=True)
+    return tuple(variants)
 
+
+def _side_by_side(
+    routed: Sequence[Routed], shared_gemm1: Sequence[Tile], shared_gemm2: Sequence[Tile], *, overlaps: bool
+) -> list[LayerTiles]:
     def nth(items: Sequence[Any], n: int) -> Any:
         return items[min(n, len(items) - 1)]
 
-    routed = [nth(_ROUTED[kind], n) for n in range(count)]
-    return tuple(LayerTiles(r.gemm1, r.gemm2, *(nth(s, n) for s in shared)) for n, r in enumerate(routed))
+    return [
+        LayerTiles(nth(routed, n).gemm1, nth(routed, n).gemm2, nth(shared_gemm1, n), nth(shared_gemm2, n), overlaps)
+        for n in range(max(len(routed), len(shared_gemm1), len(shared_gemm2)))
+    ]
 
 
 def router_tile(T: int, E: int, H: int, product: str) -> RouterTile:

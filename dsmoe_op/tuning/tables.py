@@ -4,8 +4,8 @@
 
     {"gpu": "NVIDIA H200", "made_with": {...}, "shapes": [
       {"kind": "16bit", "H": 7168, "I": 256, "E": 256, "K": 8, "S": 256, "rows": [
-        {"up_to": 4, "tokens": 4, "schedule": "dual", "gemm1": {"block_m": 16, ...}, "gemm2": {...},
-         "shared_gemm1": {...}, "shared_gemm2": {...}, "us": {...}, "heuristic_us": {...}, "schedules_us": {...}},
+        {"up_to": 4, "tokens": 4, "schedule": "dual", "overlaps": false, "gemm1": {"block_m": 16, ...},
+         "gemm2": {...}, "shared_gemm1": {...}, "shared_gemm2": {...}, "us": {...}, "heuristic_us": {...}, ...},
         ...
 """
 
@@ -28,8 +28,11 @@ BUCKETS = (1, 4, 16, 64, 256, 1024, 4096, math.inf)
 KINDS = ("16bit", "tf32", "fp32")
 SCHEDULES = ("serial", "dual", "dual_shared_main", "fused")
 SHARED = ("shared_gemm1", "shared_gemm2")
-PARTS = (*LayerTiles._fields, "layer")
+GEMMS = ("gemm1", "gemm2", *SHARED)
+PARTS = (*GEMMS, "layer")
 """Of what there are times, in microseconds."""
+PERSISTENT_M = 128
+"""block_m of a persistent tile."""
 
 
 def bucket(T: int) -> float:
@@ -135,8 +138,8 @@ class _Reader:
         return LayerShape(*(fields[name] for name in LayerShape._fields))
 
     def bucket(self, value: Any, at: str) -> float:
-        needed, optional = ("up_to", "tokens", "schedule", "gemm1", "gemm2"), ("us", "heuristic_us", "schedules_us")
-        up_to = self.object(value, at, needed, (*optional, *SHARED))["up_to"]
+        needed = ("up_to", "tokens", "schedule", "overlaps", "gemm1", "gemm2")
+        up_to = self.object(value, at, needed, (*SHARED, "us", "heuristic_us", "schedules_us"))["up_to"]
         most = math.inf if up_to is None else up_to
         if isinstance(most, bool) or most not in BUCKETS:
             named = ", ".join("null" if most == math.inf else str(most) for most in BUCKETS)
@@ -154,7 +157,9 @@ class _Reader:
             if shape.S and name not in value:
                 self.refuse(f"{at}.{name}", f"a tile, since S={shape.S}", None)
         shared = [self.tile(value[name], f"{at}.{name}") if name in value else gemm1 for name in SHARED]
-        schedule = value["schedule"]
+        schedule, overlaps = value["schedule"], value["overlaps"]
+        if not isinstance(overlaps, bool):
+            self.refuse(f"{at}.overlaps", "true or false", overlaps)
         if schedule not in SCHEDULES:
             self.refuse(f"{at}.schedule", f"one of {', '.join(SCHEDULES)}", schedule)
         if not shape.S and schedule != "serial":
@@ -163,7 +168,7 @@ class _Reader:
             self.refuse(f"{at}.schedule", f"another, since S={shape.S} is no multiple of I={shape.I}", schedule)
         return Row(
             tokens=tokens,
-            choice=Choice(LayerTiles(gemm1, gemm2, *shared), schedule),
+            choice=Choice(LayerTiles(gemm1, gemm2, shared[0], shared[1], overlaps), schedule),
             us=self.times(value.get("us", {}), f"{at}.us", PARTS),
             heuristic_us=self.times(value.get("heuristic_us", {}), f"{at}.heuristic_us", PARTS),
             schedules_us=self.times(value.get("schedules_us", {}), f"{at}.schedules_us", SCHEDULES),
@@ -180,7 +185,10 @@ class _Reader:
             self.integer(number, f"{at}.{name}", least=0 if name in defaults else 1)
             if (name.startswith("block_") or name == "num_warps") and number & (number - 1):
                 self.refuse(f"{at}.{name}", "a power of two", number)
-        return Tile(**value)
+        tile = Tile(**value)
+        if tile.persistent and tile.block_m != PERSISTENT_M:
+            self.refuse(f"{at}.block_m", f"{PERSISTENT_M}, since it is persistent", tile.block_m)
+        return tile
 
     def times(self, value: Any, at: str, names: tuple[str, ...]) -> dict[str, float]:
         for name, us in self.object(value, at, (), names).items():
@@ -255,11 +263,13 @@ def _lines(table: Table) -> Iterator[str]:
 
 
 def _row_as_json(row: Row, shape: LayerShape, most: float) -> dict[str, Any]:
+    chosen, schedule = row.choice
     tiles = {
-        name: {k: v for k, v in tile._asdict().items() if Tile._field_defaults.get(k) != v}
-        for name, tile in row.choice.tiles._asdict().items()
+        name: {k: v for k, v in getattr(chosen, name)._asdict().items() if Tile._field_defaults.get(k) != v}
+        for name in GEMMS
         if shape.S or name not in SHARED
     }
-    start = {"up_to": None if most == math.inf else most, "tokens": row.tokens, "schedule": row.choice.schedule}
+    start: dict[str, Any] = {"up_to": None if most == math.inf else most, "tokens": row.tokens}
+    start |= {"schedule": schedule, "overlaps": chosen.overlaps}
     times = {"us": row.us, "heuristic_us": row.heuristic_us, "schedules_us": row.schedules_us}
     return start | tiles | {name: dict(us) for name, us in times.items() if us}

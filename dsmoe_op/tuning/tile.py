@@ -15,6 +15,7 @@ class Tile(NamedTuple):
     num_stages: int
     swap: bool = False  # rows of w on the matrix unit's longer side, tokens on its shorter one
     tma: bool = False  # w is fetched by the copy engine
+    persistent: bool = False  # GEMM 2 by `gemm2_persistent` where it takes the weights; block_m is 128 then
     least_m: int = 0  # a block half empty or emptier takes a tile of half the height, down to this many rows; 0: never
 
 
@@ -25,6 +26,8 @@ class LayerTiles(NamedTuple):
     gemm2: Tile
     shared_gemm1: Tile
     shared_gemm2: Tile
+    overlaps: bool
+    """Whether a launch may start before the one ahead of it on its stream has ended: pays where launches are short."""
 
 
 class Choice(NamedTuple):

@@ -1,0 +1,306 @@
+"""GEMM 2 for many rows: persistent programs with a producer and two consumers, in Gluon (sm_90).
+
+A product of I columns is short beside what begins and ends a program, so one program an SM takes item after item, where
+an item is a tile of a block's rows: 128 rows by 256 columns of y. Its warps divide the work:
+
+- The producer fetches tiles of h and w2 into a ring of buffers by the copy engine, and runs ahead into the next item
+  while the consumers finish one. It takes items by a counter, so that programs with cheap items take more of them.
+- Two consumers (a warpgroup each) multiply 64 rows each and store. One without rows only passes the buffers on.
+
+Barriers of a buffer: `full` when its bytes have arrived, `empty` when both consumers are done with it. What an item is
+travels with its first buffer; the end of the work is a buffer without data, told by the expert -1.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from dsmoe_op.kernels.launch import launch
+
+# Names that changed after Triton 3.6.
+_load = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
+_store = tma.async_store if hasattr(tma, "async_store") else tma.async_copy_shared_to_global
+_barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
+
+BLOCK_M = 128
+"""Rows of a block, two consumers' 64."""
+_BLOCK_N, _BLOCK_K, _STAGES = 256, 64, 4
+_CONSUMER_REGISTERS, _PRODUCER_REGISTERS = 224, 56
+_GL_DTYPE = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
+
+
+def takes(w2: Tensor) -> bool:
+    """Whether the copy engine can fetch these weights: [E, H, I] contiguous and aligned to 16 bytes, 16 bits wide."""
+    aligned = w2.data_ptr() % 16 == 0 and w2.shape[-1] * w2.element_size() % 16 == 0
+    return w2.dtype in _GL_DTYPE and w2.is_contiguous() and aligned
+
+
+def gemm2_persistent(
+    h_NI: Tensor, w2: Tensor, bias: Tensor | None, blocks_3B: Tensor, y_NH: Tensor, taken: Tensor, *, warmup: bool
+) -> None:
+    """y = h w2^T + bias, rounded once, for the rows that experts have.
+
+    Args:
+        h_NI, y_NH: [N, I] and, written, [N, H]; contiguous, aligned to 16 bytes, in the dtype of w2.
+        w2: such as `takes` says.
+        bias: [E, H] contiguous, any float dtype.
+        blocks_3B: as `Rows`, of blocks of BLOCK_M rows.
+        taken: int32 [1], zero before; changed.
+    """
+    E, H, I = w2.shape
+    args = (
+        _descriptor(h_NI, [h_NI.shape[0], I], [64, _BLOCK_K]),
+        _descriptor(w2, [E * H, I], [_BLOCK_N, _BLOCK_K]),
+        y_NH,
+        _descriptor(y_NH, [y_NH.shape[0], H], [64, _BLOCK_N // 2]),
+        bias,
+        blocks_3B,
+        blocks_3B.shape[1],
+        taken,
+    )
+    meta = {
+        "COLUMNS": H,
+        "INNER": I,
+        "STAGES": _STAGES,
+        "CONSUMER_REGISTERS": _CONSUMER_REGISTERS,
+        "PRODUCER_REGISTERS": _PRODUCER_REGISTERS,
+        "num_warps": 4,
+    }
+    launch(_persistent_gemm2, (_multiprocessors(w2.device),), args, meta, warmup=warmup)
+
+
+def _descriptor(base: Tensor, shape: list[int], box: list[int]) -> TensorDescriptor:
+    layout = gl.NVMMASharedLayout.get_default_for(box, _GL_DTYPE[base.dtype])
+    return TensorDescriptor(base, shape, [shape[1], 1], box, layout)
+
+
+@functools.cache
+def _multiprocessors(device: torch.device) -> int:
+    """Of the GPU; an H200's for tensors that are on none."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 132
+
+
+@gluon.jit
+def _next(s, phase, STAGES: gl.constexpr):
+    """The ring's next buffer, and the parity of its barriers."""
+    wraps = s == STAGES - 1
+    return gl.where(wraps, 0, s + 1), gl.where(wraps, phase ^ 1, phase)
+
+
+@gluon.jit
+def _before(s, STAGES: gl.constexpr):
+    # Not a variable that follows s from step to step: Triton 3.6 takes `before = s` in a loop for no change.
+    return gl.where(s == 0, STAGES - 1, s - 1)
+
+
+@gluon.jit
+def _item(blocks_ptr, num_blocks, item, TILES: gl.constexpr):
+    """Expert (-1: no item), first row, row after the last, and column tile."""
+    block = item // TILES
+    is_block = block < num_blocks
+    block = gl.where(is_block, block, 0)
+    expert = gl.load(blocks_ptr + block)
+    row = gl.load(blocks_ptr + num_blocks + block)
+    end = gl.load(blocks_ptr + 2 * num_blocks + block)
+    return gl.where(is_block, expert, -1), row, end, item % TILES
+
+
+@gluon.jit
+def _tell(info, s, expert, row, end, tile):
+    layout: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
+    info.index(s * 4).store(gl.full([1], expert, gl.int32, layout))
+    info.index(s * 4 + 1).store(gl.full([1], row, gl.int32, layout))
+    info.index(s * 4 + 2).store(gl.full([1], end, gl.int32, layout))
+    info.index(s * 4 + 3).store(gl.full([1], tile, gl.int32, layout))
+    _barrier()
+
+
+@gluon.jit
+def _told(info, s):
+    layout: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
+    expert = gl.max(info.index(s * 4).load(layout), 0)
+    row = gl.max(info.index(s * 4 + 1).load(layout), 0)
+    end = gl.max(info.index(s * 4 + 2).load(layout), 0)
+    tile = gl.max(info.index(s * 4 + 3).load(layout), 0)
+    return expert, row, end, tile
+
+
+@gluon.jit
+def _produce(
+    h_desc, w_desc, blocks_ptr, num_blocks, taken_ptr, h_bufs, w_bufs, info, full, empty,
+    COLUMNS: gl.constexpr, INNER: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    BLOCK_N: gl.constexpr = w_bufs.shape[1]
+    BLOCK_K: gl.constexpr = w_bufs.shape[2]
+    TILES: gl.constexpr = (COLUMNS + BLOCK_N - 1) // BLOCK_N
+    W_BYTES: gl.constexpr = BLOCK_N * BLOCK_K * 2
+    H_BYTES: gl.constexpr = 64 * BLOCK_K * 2
+    item = gl.program_id(0)
+    expert, row, end, tile = _item(blocks_ptr, num_blocks, item, TILES)
+    s = item * 0
+    phase = s + 1  # a fresh barrier counts as past its odd phase: the first wait for each buffer passes
+    while expert >= 0:
+        both = end - row > 64
+        # The next item is looked up while this one is fetched.
+        item = gl.atomic_add(taken_ptr, 1, sem="relaxed") + gl.num_programs(0)
+        next_expert, next_row, next_end, next_tile = _item(blocks_ptr, num_blocks, item, TILES)
+        for start in range(0, INNER, BLOCK_K):
+            mbarrier.wait(empty.index(s), phase)
+            if start == 0:
+                _tell(info, s, expert, row, end, tile)
+            bar = full.index(s)
+            mbarrier.expect(bar, W_BYTES + H_BYTES, pred=end - row <= 64)
+            mbarrier.expect(bar, W_BYTES + 2 * H_BYTES, pred=both)
+            _load(w_desc, [expert * COLUMNS + tile * BLOCK_N, start], bar, w_bufs.index(s))
+            _load(h_desc, [row, start], bar, h_bufs.index(2 * s))
+            _load(h_desc, [row + 64, start], bar, h_bufs.index(2 * s + 1), pred=both)
+            s, phase = _next(s, phase, STAGES)
+        expert = next_expert
+        row = next_row
+        end = next_end
+        tile = next_tile
+    mbarrier.wait(empty.index(s), phase)
+    _tell(info, s, -1, 0, 0, 0)
+    mbarrier.arrive(full.index(s), count=1)
+
+
+@gluon.jit
+def _consume(
+    h_bufs, w_bufs, out_bufs, info, full, empty, y_ptr, y_desc, bias_ptr,
+    WHICH: gl.constexpr, COLUMNS: gl.constexpr, INNER: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    """The 64 rows from 64 * WHICH on of each item."""
+    BLOCK_N: gl.constexpr = w_bufs.shape[1]
+    BLOCK_K: gl.constexpr = w_bufs.shape[2]
+    STEPS: gl.constexpr = (INNER + BLOCK_K - 1) // BLOCK_K
+    out_buf = out_bufs.index(WHICH)
+    # Never read before a product has replaced it. Outside the loop, so that no item has to clear it.
+    acc = gl.zeros([64, BLOCK_N], gl.float32, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16]))
+    mbarrier.wait(full.index(0), 0)
+    expert, row, end, tile = _told(info, 0)
+    s = expert * 0
+    phase = s
+    while expert >= 0:
+        row = row + WHICH * 64
+        column = tile * BLOCK_N
+        if end > row:
+            for k in range(STEPS):
+                mbarrier.wait(full.index(s), phase)
+                w = w_bufs.index(s).permute([1, 0])
+                acc = warpgroup_mma(h_bufs.index(2 * s + WHICH), w, acc, use_acc=k > 0, is_async=True)
+                acc = warpgroup_mma_wait(1, deps=[acc])
+                # The product before this one is done: its buffers are free.
+                mbarrier.arrive(empty.index(_before(s, STAGES)), count=1, pred=k > 0)
+                s, phase = _next(s, phase, STAGES)
+            acc = warpgroup_mma_wait(0, deps=[acc])
+            mbarrier.arrive(empty.index(_before(s, STAGES)), count=1)
+            left, right = gl.split(gl.permute(gl.reshape(acc, [64, 2, BLOCK_N // 2]), [0, 2, 1]))
+            if bias_ptr is not None:
+                bias = bias_ptr + expert * COLUMNS
+                left = _add_bias(left, bias, column, COLUMNS)
+                right = _add_bias(right, bias, column + BLOCK_N // 2, COLUMNS)
+            tma.store_wait(0)  # the item before has left the buffer
+            _write(left.to(out_bufs.dtype), out_buf, y_desc, y_ptr, row, end, column, COLUMNS)
+            tma.store_wait(0)
+            _write(right.to(out_bufs.dtype), out_buf, y_desc, y_ptr, row, end, column + BLOCK_N // 2, COLUMNS)
+        else:
+            for _ in range(STEPS):
+                mbarrier.wait(full.index(s), phase)
+                mbarrier.arrive(empty.index(s), count=1)
+                s, phase = _next(s, phase, STAGES)
+        mbarrier.wait(full.index(s), phase)
+        expert, row, end, tile = _told(info, s)
+    tma.store_wait(0)
+
+
+@gluon.jit
+def _add_bias(x, bias_ptr, column, COLUMNS: gl.constexpr):
+    c = column + gl.arange(0, x.shape[1], layout=gl.SliceLayout(0, x.type.layout))
+    bias = gl.load(bias_ptr + c, mask=c < COLUMNS, other=0.0)
+    return x + gl.expand_dims(bias.to(gl.float32), 0)
+
+
+@gluon.jit
+def _write(value, buf, y_desc, y_ptr, row, end, column, COLUMNS: gl.constexpr):
+    """64 rows of y, or those before `end`."""
+    N: gl.constexpr = value.shape[1]
+    buf.store(value)
+    fence_async_shared()
+    if end - row >= 64:
+        _store(y_desc, [row, column], buf)
+    else:
+        layout: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [gl.num_warps(), 1], [1, 0])
+        rows = row + gl.arange(0, 64, layout=gl.SliceLayout(1, layout))
+        c = column + gl.arange(0, N, layout=gl.SliceLayout(0, layout))
+        mask = gl.expand_dims(rows < end, 1) & gl.expand_dims(c < COLUMNS, 0)
+        ptrs = y_ptr + gl.expand_dims(rows.to(gl.int64) * COLUMNS, 1) + gl.expand_dims(c, 0)
+        gl.store(ptrs, buf.load(layout), mask=mask)
+
+
+@gluon.jit(do_not_specialize=["num_blocks"], do_not_specialize_on_alignment=["bias_ptr", "taken_ptr"])
+def _persistent_gemm2(
+    h_desc,
+    w_desc,
+    y_ptr,
+    y_desc,
+    bias_ptr,
+    blocks_ptr,
+    num_blocks,
+    taken_ptr,
+    COLUMNS: gl.constexpr,
+    INNER: gl.constexpr,
+    STAGES: gl.constexpr,
+    CONSUMER_REGISTERS: gl.constexpr,
+    PRODUCER_REGISTERS: gl.constexpr,
+):
+    DTYPE: gl.constexpr = y_desc.dtype
+    h_bufs = gl.allocate_shared_memory(DTYPE, [2 * STAGES, h_desc.block_shape[0], h_desc.block_shape[1]], h_desc.layout)
+    w_bufs = gl.allocate_shared_memory(DTYPE, [STAGES, w_desc.block_shape[0], w_desc.block_shape[1]], w_desc.layout)
+    out_bufs = gl.allocate_shared_memory(DTYPE, [2, y_desc.block_shape[0], y_desc.block_shape[1]], y_desc.layout)
+    info = gl.allocate_shared_memory(gl.int32, [4 * STAGES, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(STAGES):
+        mbarrier.init(full.index(i), count=1)
+        mbarrier.init(empty.index(i), count=2)
+    fence_async_shared()
+    gl.warp_specialize(
+        [
+            (
+                _consume,
+                (
+                    h_bufs, w_bufs, out_bufs, info, full, empty, y_ptr, y_desc, bias_ptr,
+                    0, COLUMNS, INNER, STAGES,
+                ),
+            ),
+            (
+                _consume,
+                (
+                    h_bufs, w_bufs, out_bufs, info, full, empty, y_ptr, y_desc, bias_ptr,
+                    1, COLUMNS, INNER, STAGES,
+                ),
+            ),
+            (
+                _produce,
+                (
+                    h_desc, w_desc, blocks_ptr, num_blocks, taken_ptr, h_bufs, w_bufs, info, full, empty,
+                    COLUMNS, INNER, STAGES,
+                ),
+            ),
+        ],
+        [4, 1],
+        [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
+    )  # fmt: skip
