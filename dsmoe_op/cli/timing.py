@@ -60,19 +60,23 @@ def capture(call: Call, count: int) -> Captured:
     return Captured(graph, outputs)
 
 
-def time_in_turn(runs: Mapping[str, Run], calls: int, seconds: float) -> dict[str, Time]:
+def time_in_turn(
+    runs: Mapping[str, Run], calls: int, seconds: float = 0, *, rounds: int | None = None
+) -> dict[str, Time]:
     """Round robin over `runs`, `calls` calls each, with an event between any two; needs a GPU.
 
     The host runs ahead: a GPU that waited for it would be timed with its wait.
 
     Args:
         seconds: about how long to go on, within MIN_ROUNDS and MAX_ROUNDS.
+        rounds: so many, and not by seconds.
     """
     if not runs:
         return {}
     for _ in range(2):
         once = _round(runs)
-    rounds = max(MIN_ROUNDS, min(MAX_ROUNDS, int(seconds * 1e6 / max(1.0, sum(once)))))
+    if rounds is None:
+        rounds = max(MIN_ROUNDS, min(MAX_ROUNDS, int(seconds * 1e6 / max(1.0, sum(once)))))
     samples: dict[str, list[float]] = {name: [] for name in runs}
     for _ in range(rounds):
         for name, us in zip(runs, _round(runs), strict=True):

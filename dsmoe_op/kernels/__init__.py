@@ -12,7 +12,16 @@ those that it was given, or tensor descriptors of them, and no views made inside
 from dsmoe_op.kernels.finalize import finalize
 from dsmoe_op.kernels.gate import shared_gate
 from dsmoe_op.kernels.gemm import gemm1, gemm2
-from dsmoe_op.kernels.launch import Bound, Direct, Recording, Table, compile_together, overlapping, row_stride
+from dsmoe_op.kernels.launch import (
+    Bound,
+    Direct,
+    Recording,
+    Table,
+    compile_together,
+    compiling_only,
+    overlapping,
+    row_stride,
+)
 from dsmoe_op.kernels.order import Rows, num_blocks, num_chunks, num_counters
 from dsmoe_op.kernels.route import choose, order_rows, zero_counters
 from dsmoe_op.kernels.router import router_logits, router_splits
@@ -25,6 +34,7 @@ __all__ = [
     "Table",
     "choose",
     "compile_together",
+    "compiling_only",
     "finalize",
     "gemm1",
     "gemm2",

@@ -92,6 +92,16 @@ def compile_together(warm_up: Callable[[], None]) -> None:
         _load(compiled)
 
 
+@contextlib.contextmanager
+def compiling_only() -> Iterator[None]:
+    """What is warmed up inside is compiled, for Triton's cache on disk, and not loaded: this process needs no GPU."""
+    token = _together.set([])
+    try:
+        yield
+    finally:
+        _together.reset(token)
+
+
 _together: contextvars.ContextVar[list[Any] | None] = contextvars.ContextVar("together", default=None)
 
 

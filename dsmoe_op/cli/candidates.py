@@ -1,0 +1,134 @@
+"""What `tune` times: tiles for each launch, schedules for each layer. The heuristic's is always the first."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import TypeVar
+
+from dsmoe_op import tuning
+from dsmoe_op.cli.shapes import Shape
+from dsmoe_op.tuning import Choice, LayerShape, LayerTiles, Tile
+from dsmoe_op.tuning.tables import GEMMS, SCHEDULES, SHARED
+
+_FEW_ROWS: dict[str, tuple[Tile, ...]] = {
+    "gemm1": (
+        Tile(16, 32, 128, 4, 4, swap=True),
+        Tile(16, 32, 128, 4, 5, swap=True),
+        Tile(16, 16, 128, 4, 6, swap=True),
+        Tile(8, 32, 128, 4, 4, swap=True),
+        Tile(8, 64, 128, 4, 4, swap=True),
+        Tile(16, 64, 128, 4, 4, swap=True),
+        Tile(32, 32, 128, 4, 4, swap=True),
+        Tile(32, 64, 128, 4, 4, swap=True),
+    ),
+    "gemm2": (
+        Tile(16, 64, 128, 4, 3, swap=True),
+        Tile(16, 64, 128, 4, 5, swap=True),
+        Tile(16, 128, 128, 4, 3, swap=True),
+        Tile(16, 128, 128, 4, 5, swap=True),
+        Tile(8, 64, 128, 4, 3, swap=True),
+        Tile(8, 128, 128, 4, 3, swap=True),
+        Tile(32, 64, 128, 4, 3, swap=True),
+        Tile(32, 128, 128, 4, 4, swap=True),
+    ),
+}
+_MANY_ROWS: dict[str, tuple[Tile, ...]] = {
+    "gemm1": (
+        Tile(64, 128, 64, 4, 4, tma=True, least_m=16),
+        Tile(128, 128, 64, 8, 4, tma=True, least_m=16),
+        Tile(128, 128, 64, 8, 4, least_m=16),
+        Tile(128, 128, 64, 8, 3, tma=True, least_m=16),
+        Tile(32, 64, 128, 4, 3, swap=True),
+    ),
+    "gemm2": (
+        Tile(64, 128, 64, 4, 3, tma=True, least_m=16),
+        Tile(128, 128, 64, 4, 3, tma=True, least_m=16),
+        Tile(128, 256, 64, 8, 3, least_m=16),
+        Tile(128, 128, 64, 8, 3, least_m=16),
+        Tile(128, 256, 64, 8, 3, persistent=True, least_m=16),
+    ),
+}
+_FEW_TOKENS, _FEW = 64, 32
+"""Up to so many tokens, or expected rows of an expert, tiles for few rows are candidates; above, those for many."""
+OVERLAPPING_UP_TO = 16
+"""Tokens up to which a layer whose launches overlap is a candidate."""
+
+Candidates = Mapping[str, tuple[Tile, ...]]
+"""By the name of the launch."""
+
+
+def layer_shape(shape: Shape) -> LayerShape:
+    return LayerShape("16bit", shape.H, shape.I, shape.E, shape.K, shape.S)
+
+
+def heuristic(shape: Shape, T: int) -> Choice:
+    """What a call takes where there is no table."""
+    return tuning.layer_choice(layer_shape(shape), T)
+
+
+def tiles(shape: Shape, T: int) -> Candidates:
+    """Tiles of each launch of a layer of T tokens."""
+    names = [name for name in GEMMS if shape.S or name not in SHARED]
+    first = heuristic(shape, T).tiles
+    return {name: tuple(dict.fromkeys((getattr(first, name), *_others(name, shape, T)))) for name in names}
+
+
+def _others(name: str, shape: Shape, T: int) -> Iterable[Tile]:
+    shared, kernel = name in SHARED, name.removeprefix("shared_")
+    few, many = T <= _FEW_TOKENS, T > _FEW_TOKENS
+    if not shared:
+        few |= T * shape.K / shape.E <= _FEW
+    least, most = 1, max(16, 1 << (T - 1).bit_length())  # rows that a tile can use
+    if shared and T > 16:
+        least = 32 if T <= 256 else 64
+    own = [getattr(variant, name) for variant in tuning.layer_variants("16bit")]
+    for tile in (*_FEW_ROWS[kernel] * few, *_MANY_ROWS[kernel] * many, *own):
+        if least <= tile.block_m <= most and not (shared and tile.persistent):
+            yield tile
+
+
+def schedules(shape: Shape) -> tuple[str, ...]:
+    """Those that a layer of this shape has."""
+    if not shape.S:
+        return ("serial",)
+    return tuple(name for name in SCHEDULES if name != "fused" or shape.S % shape.I == 0)
+
+
+def choices(shape: Shape, T: int, best: LayerTiles) -> tuple[Choice, ...]:
+    """Layers to time: the heuristic's, and the best tiles in each schedule."""
+    overlaps = (False, True) if T <= OVERLAPPING_UP_TO else (False,)
+    found = [Choice(best._replace(overlaps=o), schedule) for schedule in schedules(shape) for o in overlaps]
+    return tuple(dict.fromkeys((heuristic(shape, T), *found)))
+
+
+KEPT = 0.99
+"""What is not faster than this, relative to the heuristic's, gives way to the heuristic's: it may be noise."""
+
+
+def best_tiles(us: Mapping[str, Mapping[Tile, float]], first: LayerTiles) -> LayerTiles | None:
+    """The fastest tiles by the launches' times; gemm1 and gemm2 as a pair of one block_m. None where none is right.
+
+    Args:
+        us: microseconds by launch and tile, without those that are wrong or fail.
+        first: the heuristic's.
+    """
+    pairs = {
+        (a, b): us_a + us_b
+        for a, us_a in us["gemm1"].items()
+        for b, us_b in us["gemm2"].items()
+        if a.block_m == b.block_m
+    }
+    if not pairs or any(name in us and not us[name] for name in SHARED):
+        return None
+    gemm1, gemm2 = fastest(pairs, (first.gemm1, first.gemm2))
+    shared = [fastest(us[name], getattr(first, name)) if name in us else gemm1 for name in SHARED]
+    return LayerTiles(gemm1, gemm2, shared[0], shared[1], overlaps=False)
+
+
+Key = TypeVar("Key")
+
+
+def fastest(us: Mapping[Key, float], first: Key) -> Key:
+    """The key with the least time, or `first` where it is hardly slower."""
+    best = min(us, key=us.__getitem__)
+    return first if first in us and us[best] > KEPT * us[first] else best
