@@ -81,7 +81,7 @@ class Trial:
         return run
 
     def times(self, tiles: Candidates) -> dict[str, dict[Tile, float]]:
-        """Microseconds by launch and tile, without those that are wrong or fail. The first of each is right."""
+        """Microseconds by launch and tile, without those that are wrong or fail. The first that runs is right."""
         us: dict[str, dict[Tile, float]] = {}
         for name, some in tiles.items():
             if name == "shared_gemm2" and self.layers[0].shared_gate is not None:
@@ -92,14 +92,14 @@ class Trial:
             if not us[name]:
                 return {key: {} for key in tiles}
             for i in range(len(self.layers)):  # whatever the others left: what the next product reads
-                runs[some[0]](i)
+                runs[next(iter(us[name]))](i)
         return us
 
 
 def layer_times(
     problem: Problem, inputs: Sequence[Tensor], choices: Sequence[Choice], gpu: str, say: Say
 ) -> dict[Choice, float]:
-    """Microseconds of a whole layer by choice, without those that are wrong or fail. The first one is right."""
+    """Microseconds of a whole layer by choice, without those that are wrong or fail. The first that runs is right."""
     runs = {choice: _layer(problem, inputs, choice, gpu) for choice in choices}
 
     def name(choice: Choice) -> str:
@@ -131,7 +131,7 @@ def side_by_side(runs: Mapping[Key, timing.Call], count: int, name: Callable[[Ke
     """Microseconds of one call by key, without those that are wrong or fail.
 
     Args:
-        runs: each leaves its output for input i; the others are held against the first.
+        runs: each leaves its output for input i; the others are held against the first that runs.
         count: of inputs.
     """
     graphs: dict[Key, timing.Captured] = {}
@@ -150,15 +150,13 @@ def side_by_side(runs: Mapping[Key, timing.Call], count: int, name: Callable[[Ke
             else:
                 right = [out.clone() for out in captured.outputs]
                 if not all(out.isfinite().all() for out in right):
-                    raise CommandError(f"{name(key)}, the heuristic's, leaves what is not finite")
+                    raise CommandError(f"{name(key)} leaves what is not finite")
             graphs[key] = captured
         except CommandError:
             raise
         except Exception as error:
             say(f"{name(key)}: {error_text(error)}")
             recover()
-            if not right:
-                return {}
     del right
     keys = list(graphs)
     times = timing.time_in_turn({str(n): graphs[key].graph.replay for n, key in enumerate(keys)}, count, rounds=ROUNDS)

@@ -177,6 +177,7 @@ class Tuner:
 
     def run(self, wanted: Sequence[Shape], tokens: Sequence[int]) -> bool:
         """Whether all was done, or the time ran out before."""
+        wanted = list({layer_shape(shape): shape for shape in reversed(wanted)}.values())[::-1]  # each once
         cells = {shape: [T for T in tokens if (layer_shape(shape), bucket(T)) not in self.rows] for shape in wanted}
         todo = [shape for shape, some in cells.items() if some]
         total = sum(map(len, cells.values()))

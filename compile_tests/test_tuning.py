@@ -1,0 +1,241 @@
+"""Tables of measured choices: where a choice is looked up, what a file may hold, and what is compiled ahead."""
+
+from __future__ import annotations
+
+import json
+import math
+import pathlib
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from dsmoe_op import tuning
+from dsmoe_op.tuning import Choice, LayerShape, LayerTiles, Table, Tile, load_table, save_table, tables, use_table
+from dsmoe_op.tuning.tables import BUCKETS, Row, bucket
+
+SHAPE = LayerShape("16bit", H=96, I=32, E=24, K=3, S=64)
+PLAIN = LayerShape("16bit", H=96, I=32, E=24, K=3, S=0)
+SCHEDULES = ("serial", "dual", "dual_shared_main", "fused")
+SHIPPED = sorted(pathlib.Path(tables.__file__).parent.glob("*.json"))
+
+
+@pytest.fixture(autouse=True)
+def _no_table() -> Iterator[None]:
+    use_table(None)
+    yield
+    use_table(None)
+
+
+def random_tile(block_m: int | None = None) -> Tile:
+    m = block_m or 2 ** random.randint(3, 7)
+    flags = {name: random.random() < 0.5 for name in ("swap", "tma")}
+    numbers = 2 ** random.randint(4, 8), 2 ** random.randint(4, 8), random.choice((4, 8)), random.randint(2, 6)
+    return Tile(m, *numbers, **flags, persistent=m == 128 and random.random() < 0.5, least_m=random.choice((0, 16)))
+
+
+def random_row(shape: LayerShape, most: float) -> Row:
+    gemm1 = random_tile()
+    shared = (random_tile(), random_tile()) if shape.S else (gemm1, gemm1)
+    tiles = LayerTiles(gemm1, random_tile(gemm1.block_m), *shared, overlaps=random.random() < 0.5)
+    choice = Choice(tiles, random.choice(SCHEDULES) if shape.S else "serial")
+    us = {name: round(random.uniform(1, 99), 2) for name in tables.PARTS}
+    return Row(int(min(most, 9999)), choice, us, {**us, "layer": 100.0}, {choice.schedule: us["layer"]})
+
+
+def random_table(*shapes: LayerShape, most: tuple[float, ...] = BUCKETS, gpu: str = "some GPU") -> Table:
+    rows = {(shape, m): random_row(shape, m) for shape in shapes for m in most}
+    return Table(gpu=gpu, rows=rows, made_with={"torch": "2"})
+
+
+# --- look-up --------------------------------------------------------------------------------------------------------
+
+
+def test_buckets_begin_after_the_one_before() -> None:
+    expected = {1: 1, 2: 4, 4: 4, 5: 16, 16: 16, 17: 64, 64: 64, 65: 256, 256: 256, 257: 1024, 1024: 1024, 1025: 4096}
+    assert {T: bucket(T) for T in expected} == expected
+    assert bucket(4096) == 4096
+    assert bucket(4097) == bucket(10**6) == math.inf
+
+
+def test_the_first_table_that_has_a_shape_and_bucket_decides_else_the_heuristic() -> None:
+    own, its = random_table(SHAPE, most=(4, 64)), random_table(SHAPE, most=(4, 16))
+    heuristic = Choice(tuning.layer_tiles("16bit", 1, 96, 24, 3, 64), "dual")
+    found = {T: tuning.layer_choice(SHAPE, T, (own, its)) for T in (1, 3, 9, 40, 100)}
+    assert found[1] == heuristic
+    assert found[3] == own.rows[SHAPE, 4].choice
+    assert found[9] == its.rows[SHAPE, 16].choice
+    assert found[40] == own.rows[SHAPE, 64].choice
+    assert found[100] == Choice(tuning.layer_tiles("16bit", 100, 96, 24, 3, 64), "dual")
+
+
+@pytest.mark.parametrize("field", LayerShape._fields)
+def test_a_layer_that_differs_in_one_size_is_another_shape(field: str) -> None:
+    other = SHAPE._replace(**{field: "tf32" if field == "kind" else getattr(SHAPE, field) + 1})
+    table = random_table(SHAPE)
+    heuristic = tuning.layer_choice(other, 9)
+    assert tuning.layer_choice(other, 9, (table,)) == heuristic
+
+
+def test_the_users_table_is_before_the_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    own, its = random_table(SHAPE), random_table(SHAPE)
+    monkeypatch.setattr(tuning, "shipped", {"some GPU": its, "another": None}.__getitem__)
+    assert tuning.tables_of(None, None) == ()
+    assert tuning.tables_of(None, "some GPU") == (its,)
+    assert tuning.tables_of(own, "some GPU") == (own, its)
+    assert tuning.tables_of(own, "another") == tuning.tables_of(own, None) == (own,)
+
+
+def test_a_gpus_table_is_found_by_its_name_and_read_once(monkeypatch: pytest.MonkeyPatch, tmp_path) -> None:
+    assert tables.file_name("NVIDIA H200") == "nvidia_h200.json"
+    assert tables.file_name("NVIDIA GeForce RTX 4090 (x)") == "nvidia_geforce_rtx_4090_x.json"
+    monkeypatch.setattr(tables, "__file__", str(tmp_path / "tables.py"))
+    tables.shipped.cache_clear()
+    save_table(random_table(SHAPE), tmp_path / "a_gpu.json")
+    found = tables.shipped("A GPU")
+    (tmp_path / "a_gpu.json").unlink()
+    assert found is not None
+    assert tables.shipped("A GPU") is found
+    assert tables.shipped("no such GPU") is None
+    tables.shipped.cache_clear()
+
+
+def test_only_a_table_can_be_used() -> None:
+    table = random_table(SHAPE)
+    use_table(table)
+    with pytest.raises(TypeError, match="table: expected a table of load_table, or None, got str"):
+        use_table("my.json")  # type: ignore[arg-type]
+    assert tuning.own_table() is table
+
+
+@pytest.mark.parametrize("most", [(), (1, 16), BUCKETS])
+@pytest.mark.parametrize("kind", ["16bit", "tf32", "fp32"])
+def test_what_is_compiled_ahead_covers_all_that_can_be_chosen(kind: str, most: tuple[float, ...]) -> None:
+    shape = SHAPE._replace(kind=kind)
+    given = (random_table(shape, most=most[::2]), random_table(shape, most=most))
+    ahead = tuning.layer_choices(shape, given)
+    for name in ("gemm1", "gemm2", "shared_gemm1", "shared_gemm2"):
+        prepared = {(c.schedule, c.tiles.overlaps, getattr(c.tiles, name)) for c in ahead}
+        for T in (*range(1, 70), 100, 256, 300, 1025, 4097, 10**5):
+            choice = tuning.layer_choice(shape, T, given)
+            assert (choice.schedule, choice.tiles.overlaps, getattr(choice.tiles, name)) in prepared, (T, name)
+
+
+def test_a_shape_with_all_buckets_compiles_nothing_but_its_rows() -> None:
+    table = random_table(SHAPE)
+    assert set(tuning.layer_choices(SHAPE, (table,))) == {row.choice for row in table.rows.values()}
+
+
+# --- files ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_table_survives_the_way_through_a_file(tmp_path) -> None:
+    table = random_table(SHAPE, PLAIN, SHAPE._replace(kind="fp32", H=48))
+    save_table(table, tmp_path / "t.json")
+    again = load_table(tmp_path / "t.json")
+    assert (again.gpu, again.rows, again.made_with) == (table.gpu, table.rows, table.made_with)
+    assert [path.name for path in tmp_path.iterdir()] == ["t.json"]
+
+
+def test_a_file_has_a_line_for_each_bucket_and_no_defaults() -> None:
+    tile = Tile(16, 32, 128, 4, 4, swap=True)
+    choice = Choice(LayerTiles(tile, tile, tile, tile, overlaps=False), "dual")
+    table = Table(gpu="G", rows={(SHAPE, most): Row(1, choice, {}, {}, {}) for most in (1, math.inf)})
+    lines = tables.dumps(table).splitlines()
+    assert len(lines) == 6
+    named = '{"block_m": 16, "block_n": 32, "block_k": 128, "num_warps": 4, "num_stages": 4, "swap": true}'
+    assert lines[2].count(named) == 4
+    assert [line.split('"up_to": ')[1].split(",")[0] for line in lines[2:4]] == ["1", "null"]
+
+
+def broken(path: str, value: Any) -> dict[str, Any]:
+    """A good table as JSON, with one value replaced, or gone where it is ..."""
+    table = json.loads(tables.dumps(Table(gpu="G", rows={(SHAPE, 4): _row(SHAPE), (PLAIN, 4): _row(PLAIN)})))
+    *way, last = [int(part) if part.isdigit() else part for part in path.split(".")]
+    place = table
+    for part in way:
+        place = place[part]
+    if value is ...:
+        del place[last]
+    else:
+        place[last] = value
+    return table
+
+
+def _row(shape: LayerShape) -> Row:
+    tile = Tile(16, 32, 128, 4, 4, swap=True)
+    choice = Choice(LayerTiles(tile, tile, tile, tile, overlaps=False), "dual" if shape.S else "serial")
+    return Row(3, choice, {"layer": 3.0}, {}, {})
+
+
+# shapes are sorted: the one without a shared expert is the first.
+@pytest.mark.parametrize(
+    ("path", "value", "message"),
+    [
+        ("gpu", ..., "gpu: expected a value, got null"),
+        ("gpu", 3, "gpu: expected text, got 3"),
+        ("shapes", {}, r"shapes: expected a list, got \{\}"),
+        ("more", 1, "more: expected no field but gpu, shapes, made_with"),
+        ("shapes.1.kind", "fp8", r"shapes\[1\].kind: expected one of 16bit, tf32, fp32, got \"fp8\""),
+        ("shapes.1.H", 0, r"shapes\[1\].H: expected an integer of at least 1, got 0"),
+        ("shapes.1.E", "8", r"shapes\[1\].E: expected an integer of at least 1, got \"8\""),
+        ("shapes.1.rows.0.up_to", 5, r"rows\[0\].up_to: expected one of 1, 4, .*, null, got 5"),
+        ("shapes.1.rows.0.tokens", 5, r"rows\[0\].tokens: expected a number in the bucket that up_to names, got 5"),
+        ("shapes.1.rows.0.schedule", "auto", r"rows\[0\].schedule: expected one of serial, .*, got \"auto\""),
+        ("shapes.1.rows.0.overlaps", 0, r"rows\[0\].overlaps: expected true or false, got 0"),
+        ("shapes.1.rows.0.gemm1", ..., r"rows\[0\].gemm1: expected a value, got null"),
+        ("shapes.1.rows.0.gemm1.block_n", 48, r"gemm1.block_n: expected a power of two, got 48"),
+        ("shapes.1.rows.0.gemm1.num_stages", 1.5, r"gemm1.num_stages: expected an integer of at least 1, got 1.5"),
+        ("shapes.1.rows.0.gemm1.num_warps", ..., r"gemm1.num_warps: expected a value"),
+        ("shapes.1.rows.0.gemm1.swap", 1, r"gemm1.swap: expected true or false, got 1"),
+        ("shapes.1.rows.0.gemm1.swop", True, r"gemm1.swop: expected no field but block_m"),
+        ("shapes.1.rows.0.gemm2.block_m", 32, r"gemm2.block_m: expected that of gemm1, 16, got 32"),
+        ("shapes.1.rows.0.gemm2.persistent", True, r"gemm2.block_m: expected 128, since it is persistent, got 16"),
+        ("shapes.1.rows.0.shared_gemm2", ..., r"shared_gemm2: expected a tile, since S=64, got null"),
+        ("shapes.1.rows.0.us.layer", -1, r"us.layer: expected microseconds above 0, got -1"),
+        ("shapes.1.rows.0.us.all", 1, r"us.all: expected no field but"),
+        ("shapes.0.rows.0.schedule", "dual", r"shapes\[0\].rows\[0\].schedule: expected 'serial', since S=0"),
+    ],
+)
+def test_a_malformed_table_is_refused_by_file_field_and_value(tmp_path, path: str, value: Any, message: str) -> None:
+    file = tmp_path / "mine.json"
+    file.write_text(json.dumps(broken(path, value)))
+    with pytest.raises(ValueError, match=message) as error:
+        load_table(file)
+    assert str(error.value).startswith(f"{file}: ")
+
+
+def test_fused_is_refused_where_widths_forbid_it(tmp_path) -> None:
+    table = broken("shapes.1.rows.0.schedule", "fused")
+    table["shapes"][1]["I"] = 48
+    (tmp_path / "t.json").write_text(json.dumps(table))
+    with pytest.raises(ValueError, match="schedule: expected another, since S=64 is no multiple of I=48"):
+        load_table(tmp_path / "t.json")
+
+
+def test_a_bucket_stands_once(tmp_path) -> None:
+    table = broken("gpu", "G")
+    table["shapes"].append(table["shapes"][0])
+    (tmp_path / "t.json").write_text(json.dumps(table))
+    with pytest.raises(ValueError, match=r"shapes\[2\].rows\[0\]: expected a shape and up_to that no earlier row has"):
+        load_table(tmp_path / "t.json")
+
+
+def test_what_is_no_json_is_refused(tmp_path) -> None:
+    (tmp_path / "t.json").write_text("{")
+    with pytest.raises(ValueError, match=r"t\.json: expected JSON"):
+        load_table(tmp_path / "t.json")
+
+
+# --- the library's own tables ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.skipif(not SHIPPED, reason="the library has no table yet")
+def test_every_choice_of_the_librarys_tables_is_within_10_percent_of_the_best_that_was_measured() -> None:
+    for path in SHIPPED:
+        table = load_table(path)
+        assert tables.file_name(table.gpu) == path.name
+        for row in table.rows.values():
+            best = min(row.heuristic_us["layer"], *row.schedules_us.values())
+            assert row.us["layer"] <= 1.1 * best

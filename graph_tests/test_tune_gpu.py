@@ -1,0 +1,53 @@
+"""`tune` on a GPU: its table is whole, its choices are right and no slower than it says, and `auto` takes them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+
+import pytest
+import torch
+from gpu import capture, needs_gpu
+
+from dsmoe_op import dual_stream_moe, prepare, reference, tuning
+from dsmoe_op.cli import candidates, main
+from dsmoe_op.cli.problem import Problem
+from dsmoe_op.cli.shapes import parse_shape
+from dsmoe_op.tuning.tables import bucket
+
+pytestmark = needs_gpu
+SHAPE, TOKENS = "256/128/24/4/256", (1, 40, 700)
+
+
+@pytest.fixture(autouse=True)
+def _no_table() -> Iterator[None]:
+    yield
+    tuning.use_table(None)
+
+
+def test_a_tuned_table_serves_right_layers_in_its_schedules(tmp_path, capsys) -> None:
+    path = tmp_path / "t.json"
+    given = ["tune", "--shape", SHAPE, "--tokens", ",".join(map(str, TOKENS)), "--minutes", "4", "--out", str(path)]
+    assert main([*given, "--json"]) == 0
+    result = json.loads(capsys.readouterr().out)
+    assert result["finished"]
+    assert result["gpu"] == torch.cuda.get_device_name()
+    table = tuning.load_table(path)
+    shape = parse_shape(SHAPE)
+    assert len(table.rows) == len(TOKENS)
+    tuning.use_table(table)
+    problem = Problem(shape, "bf16", torch.device("cuda", 0), seed=3)
+    for T in TOKENS:
+        row = table.rows[candidates.layer_shape(shape), bucket(T)]
+        assert row.us["layer"] <= row.heuristic_us["layer"]
+        assert set(row.us) == {"gemm1", "gemm2", "shared_gemm1", "shared_gemm2", "layer"}
+        x, weights = problem.inputs(T)[0], problem.at(0)._asdict()
+        prepare(x, config=shape.config, **weights)
+        graph, out = capture(lambda x=x, w=weights: dual_stream_moe(x, config=shape.config, **w))
+        graph.replay()
+        right = reference.moe(x, config=shape.config, **weights)
+        assert float((out.float() - right.float()).norm() / right.float().norm()) < 1e-2
+        asked = dual_stream_moe(x, config=shape.config, schedule=row.choice.schedule, **weights)
+        assert torch.equal(out, asked)
+    assert main([*given, "--resume", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["rows"] == []
