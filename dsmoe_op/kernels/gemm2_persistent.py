@@ -16,6 +16,7 @@ from __future__ import annotations
 import functools
 
 import torch
+import triton
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
