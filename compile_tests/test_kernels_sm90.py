@@ -6,9 +6,11 @@ Sizes are those of DeepSeek-V3 (or odd ones, where masks matter), on tensors wit
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -22,8 +24,10 @@ from triton.runtime.driver import driver  # noqa: E402
 
 from dsmoe_op import kernels, tuning  # noqa: E402
 from dsmoe_op.config import MoEConfig  # noqa: E402
+from dsmoe_op.kernels import gemm2_persistent  # noqa: E402
 from dsmoe_op.kernels import launch as launch_module  # noqa: E402
 from dsmoe_op.kernels.launch import INTERPRET  # noqa: E402
+from dsmoe_op.tuning import LayerTiles, Tile  # noqa: E402
 
 pytestmark = pytest.mark.skipif(INTERPRET, reason="needs Triton's compiler, and its interpreter is on")
 
@@ -31,6 +35,8 @@ BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 V3 = MoEConfig(top_k=8, n_group=8, topk_group=4, routed_scaling_factor=2.5)
 SHARED_MEMORY = 227 * 1024
 FORMS = ("routed", "shared", "fused")
+LAUNCHERS = ("router", "route", "gemm", "gemm2_persistent", "gate", "finalize")
+"""Modules of kernels that launch."""
 TOKENS = (1, 2, 3, 15, 16, 17, 64, 65, 500, 1000, 5000, 70000)
 
 
@@ -56,8 +62,10 @@ def compiled(monkeypatch) -> list[Any]:
         launch_module.launch(kernel, grid, args, meta, warmup=True)
 
     monkeypatch.setattr(driver, "_active", _Sm90())
-    monkeypatch.setattr(launch_module, "_load", found.append)
-    for module in ("router", "route", "gemm", "gate", "finalize"):
+    monkeypatch.setattr(
+        launch_module, "_load", lambda one: found.append(one.result() if hasattr(one, "result") else one)
+    )
+    for module in LAUNCHERS:
         monkeypatch.setattr(sys.modules[f"dsmoe_op.kernels.{module}"], "launch", compile_only)
     return found
 
@@ -75,15 +83,18 @@ class Layer:
     router_dtype: torch.dtype = BF16
     config: MoEConfig = V3
     transposed: bool = False
-    bias: bool = False
+    bias: torch.dtype | None = None
     allow_tf32: bool = False
     misaligned: bool = False
+    longer_rows: int = 0
 
     def tensor(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
         return torch.empty(shape, dtype=dtype or self.dtype, device="meta")
 
     def weight(self, *shape: int) -> Tensor:
-        return self.tensor(*shape[:-2], shape[-1], shape[-2]).mT if self.transposed else self.tensor(*shape)
+        if self.transposed:
+            return self.tensor(*shape[:-2], shape[-1], shape[-2]).mT
+        return self.tensor(*shape[:-1], shape[-1] + self.longer_rows)[..., : shape[-1]]
 
     @property
     def x(self) -> Tensor:
@@ -92,19 +103,19 @@ class Layer:
     def slots(self, dtype: torch.dtype = torch.int32) -> Tensor:
         return self.tensor(self.T, self.config.top_k, dtype=dtype)
 
-    def rows(self) -> kernels.Rows:
+    def rows(self, block_m: int = 64) -> kernels.Rows:
         def ints(*shape: int) -> Tensor:
             return self.tensor(*shape, dtype=torch.int32)
 
         E, N = self.E, self.T * self.config.top_k
-        tiles, counters = ints(3, kernels.num_blocks(N, E, 64)), ints(kernels.num_counters(N, E))
-        return kernels.Rows(ints(E + 1), ints(N), self.slots(), tiles, 64, counters)
+        blocks, counters = ints(3, kernels.num_blocks(N, E, block_m)), ints(kernels.num_counters(N, E))
+        return kernels.Rows(ints(E + 1), ints(N), self.slots(), blocks, block_m, counters, ints(1))
 
     def routing(self, warmup: bool = True) -> None:
         """Each way to route: from hidden_states, from logits, and from ids."""
         E, Z, rows = self.E, self.config.num_zero_experts, self.rows()
         weight = self.tensor(E + Z, self.H, dtype=self.router_dtype)
-        logits = self.tensor(kernels.router_splits(self.x, weight), self.T, E + Z, dtype=FP32)
+        logits = self.tensor(kernels.router_splits(self.T, self.dtype, weight), self.T, E + Z, dtype=FP32)
         given, bias = self.tensor(1, self.T, E + Z, dtype=BF16), self.tensor(E + Z, dtype=FP32)
         slots, valid = (self.slots(), self.slots(FP32)), self.tensor(1, dtype=torch.int32)
         choice = {"config": self.config, "model_dtype": self.dtype, "warmup": warmup}
@@ -116,27 +127,52 @@ class Layer:
         kernels.zero_counters(rows.counters, warmup=warmup)
         kernels.order_rows(*slots, None, valid, ids_out_TK=slots[0], weights_out_TK=slots[1], **order)
 
-    def gemms(self, *forms: str, warmup: bool = True) -> None:
+    def tiles(self, *, warmup: bool) -> tuple[LayerTiles, ...]:
+        """All that can be chosen, or what these sizes choose."""
+        kind = tuning.gemm_kind(self.dtype, self.allow_tf32)
+        if warmup:
+            return tuning.layer_variants(kind)
+        return (tuning.layer_tiles(kind, self.T, self.H, self.E, self.config.top_k, self.S),)
+
+    def gemms(self, *forms: str, warmup: bool = True, overlaps: bool = True) -> None:
+        """The launches of each form; those that may overlap only if asked for."""
+
+        def launch() -> None:
+            for tiles, form in itertools.product(self.tiles(warmup=warmup), forms):
+                if tiles.overlaps and not overlaps:
+                    continue
+                gemm1, gemm2 = tiles[:2] if form != "shared" else tiles[2:4]
+                with kernels.overlapping(tiles.overlaps, tiles.overlaps):
+                    self.gemm1(form, gemm1, warmup=warmup)
+                    self.gemm2(form, gemm2, warmup=warmup)
+
+        kernels.compile_together(launch) if warmup else launch()
+
+    def gemm1(self, form: str, tile: Tile, *, warmup: bool = True) -> None:
         N, width = self.T * self.config.top_k, 2 if self.config.gated else 1
-        E, H, I, S = self.E, self.H, self.I, self.S
-        offsets, valid = self.tensor(E + 1, dtype=torch.int32), self.tensor(1, dtype=torch.int32)
-        rest = {"config": self.config, "num_valid_tokens": valid, "allow_tf32": self.allow_tf32, "warmup": warmup}
-        for form in forms:
-            first: dict[str, Any] = {}
-            second: dict[str, Any] = {}
-            if form != "shared":
-                first |= {"w13": self.weight(E, width * I, H), "h_NI": self.tensor(N, I), "offsets": offsets}
-                first |= {"sorted_slot_N": self.slots(), "topk_weights_TK": self.slots(FP32)}
-                second |= {"w2": self.weight(E, H, I), "h_NI": self.tensor(N, I), "offsets": offsets}
-                second |= {"y_NH": self.tensor(N, H), "zero_tail": True}
-                if self.bias:
-                    first["w13_bias"], second["w2_bias"] = self.tensor(E, width * I), self.tensor(E, H)
-            if form != "routed":
-                first |= {"shared_w13": self.weight(width * S, H), "h_shared_TS": self.tensor(self.T, S)}
-                second |= {"shared_w2": self.weight(H, S), "h_shared_TS": self.tensor(self.T, S)}
-                second |= {"shared_TH": self.tensor(self.T, H), "gate_T": self.tensor(self.T, dtype=FP32)}
-            kernels.gemm1(self.x, **first, **rest)
-            kernels.gemm2(**second, **rest)
+        E, H, I, S, rows = self.E, self.H, self.I, self.S, self.rows(tile.block_m)
+        args: dict[str, Any] = {"config": self.config, "tile": tile, "allow_tf32": self.allow_tf32, "warmup": warmup}
+        args["num_valid_tokens"] = self.tensor(1, dtype=torch.int32)
+        if form != "shared":
+            args |= {"w13": self.weight(E, width * I, H), "h_NI": self.tensor(N, I), "blocks": rows.blocks_3B}
+            args |= {"sorted_slot_N": rows.sorted_slot_N, "topk_weights_TK": self.slots(FP32)}
+            args["w13_bias"] = self.tensor(E, width * I, dtype=self.bias) if self.bias else None
+        if form != "routed":
+            args |= {"shared_w13": self.weight(width * S, H), "h_shared_TS": self.tensor(self.T, S)}
+        kernels.gemm1(self.x, **args)
+
+    def gemm2(self, form: str, tile: Tile, *, zero_tail: bool = True, warmup: bool = True) -> None:
+        N, E, H, I, S, rows = self.T * self.config.top_k, self.E, self.H, self.I, self.S, self.rows(tile.block_m)
+        args: dict[str, Any] = {"config": self.config, "tile": tile, "allow_tf32": self.allow_tf32, "warmup": warmup}
+        args["num_valid_tokens"] = self.tensor(1, dtype=torch.int32)
+        if form != "shared":
+            args |= {"w2": self.weight(E, H, I), "h_NI": self.tensor(N, I), "blocks": rows.blocks_3B}
+            args |= {"offsets": rows.offsets, "taken": rows.taken, "y_NH": self.tensor(N, H), "zero_tail": zero_tail}
+            args["w2_bias"] = self.tensor(E, H, dtype=self.bias) if self.bias else None
+        if form != "routed":
+            args |= {"shared_w2": self.weight(H, S), "h_shared_TS": self.tensor(self.T, S)}
+            args |= {"shared_TH": self.tensor(self.T, H), "gate_T": self.tensor(self.T, dtype=FP32)}
+        kernels.gemm2(**args)
 
     def ends(self, warmup: bool = True) -> None:
         T, H, K = self.T, self.H, self.config.top_k
@@ -175,9 +211,21 @@ def matrix_instructions(kernel: Any) -> set[str]:
     return found | {f"mma {kind}" for kind in re.findall(r"mma\.sync\S*\.f32\.(\w+)\.\w+\.f32", text)}
 
 
-def rows_of_tile(kernel: Any) -> int:
-    """BLOCK_M, which is the number of rows of the accumulator in the IR."""
-    return max(int(rows) for rows in re.findall(r"tt\.dot.*-> tensor<(\d+)x\d+xf32", kernel.asm["ttir"]))
+def least_side(kernel: Any) -> int:
+    """The fewest rows that an accumulator has in the IR."""
+    return min(int(rows) for rows in re.findall(r"tt\.dot.*-> tensor<(\d+)x\d+xf32", kernel.asm["ttir"]))
+
+
+def named(compiled: list[Any], name: str) -> list[Any]:
+    return [kernel for kernel in compiled if kernel.metadata.name == name]
+
+
+def check_products(compiled: list[Any], name: str) -> None:
+    """Every product is of the matrix units, and of warpgroups where it has rows for them."""
+    for kernel in named(compiled, "_grouped_gemm"):
+        assert matrix_instructions(kernel) == {f"wgmma {name}" if least_side(kernel) >= 64 else f"mma {name}"}
+    for kernel in named(compiled, "_persistent_gemm2"):
+        assert matrix_instructions(kernel) == {f"wgmma {name}"}
 
 
 @pytest.mark.parametrize(
@@ -186,9 +234,10 @@ def rows_of_tile(kernel: Any) -> int:
 )
 def test_16bit_products_use_the_matrix_units_and_fit(compiled, tmp_path, form, dtype, name):
     Layer(dtype=dtype).gemms(form)
-    assert len(compiled) == len(tuning.gemm_variants("gemm1", "16bit")) + len(tuning.gemm_variants("gemm2", "16bit"))
-    for kernel in compiled:
-        assert matrix_instructions(kernel) == {f"wgmma {name}" if rows_of_tile(kernel) >= 64 else f"mma {name}"}
+    assert named(compiled, "_grouped_gemm")
+    assert bool(named(compiled, "_persistent_gemm2")) == (form == "routed")
+    check_products(compiled, name)
+    for kernel in named(compiled, "_grouped_gemm"):
         assert "cp.async.cg.shared.global" in kernel.asm["ptx"]  # loads of 16 bytes, in the background
     check_resources(compiled, tmp_path)
 
@@ -197,22 +246,112 @@ def test_16bit_products_use_the_matrix_units_and_fit(compiled, tmp_path, form, d
     "layer",
     [
         Layer(transposed=True),
-        Layer(transposed=True, config=MoEConfig(top_k=1, apply_router_weight_on_input=True), E=16, bias=True),
-        Layer(H=7168 - 48, I=1424, S=2832, bias=True, config=MoEConfig(top_k=6, clamp_routed=7.0, activation="gelu")),
-        Layer(bias=True, config=MoEConfig(top_k=4, activation="swiglu_oai", w13_order="interleaved", clamp_shared=7.0)),
+        Layer(transposed=True, config=MoEConfig(top_k=1, apply_router_weight_on_input=True), E=16, bias=BF16),
+        Layer(H=7168 - 48, I=1424, S=2832, bias=BF16, config=MoEConfig(top_k=6, clamp_routed=7.0, activation="gelu")),
+        Layer(bias=BF16, config=MoEConfig(top_k=4, activation="swiglu_oai", w13_order="interleaved", clamp_shared=7.0)),
         Layer(config=MoEConfig(top_k=6, activation="relu2"), I=1856, S=3712, E=128, H=2688),
     ],
     ids=["transposed", "weight_on_input", "odd_sizes", "interleaved", "not_gated"],
 )
 def test_16bit_products_fit_in_every_layout(compiled, tmp_path, layer):
-    layer.gemms("fused")
+    layer.gemms("fused", overlaps=False)
+    check_products(compiled, "bf16")
+    check_resources(compiled, tmp_path)
+
+
+def gemm_tiles() -> Iterator[tuple[str, str, Tile]]:
+    """Launcher, form and tile of every 16-bit product but the persistent one."""
+    for tiles in tuning.layer_variants("16bit"):
+        yield from (("gemm1", "routed", tiles.gemm1), ("gemm1", "shared", tiles.shared_gemm1))
+        yield from (("gemm2", "routed", tiles.gemm2), ("gemm2", "shared", tiles.shared_gemm2))
+
+
+def test_the_copy_engine_fetches_the_weights_that_tiles_say_and_no_transposed_ones(compiled):
+    for launcher, form, tile in set(gemm_tiles()):
+        if tile.tma:
+            for transposed in (False, True):
+                compiled.clear()
+                getattr(Layer(transposed=transposed), launcher)(form, tile)
+                assert ("cp.async.bulk.tensor" in compiled[0].asm["ptx"]) == (not transposed), (launcher, form, tile)
+
+
+@pytest.mark.parametrize(("dtype", "name"), [(BF16, "bf16"), (FP16, "f16")])
+@pytest.mark.parametrize("bias", [None, "model", FP32])
+@pytest.mark.parametrize("sizes", [{}, {"H": 2880, "I": 1424}])
+def test_the_persistent_gemm2_fits_and_never_starts_early(compiled, tmp_path, dtype, name, bias, sizes):
+    """Its barriers and items know of no launch before, so it has to be an ordinary one, whatever it is asked for."""
+    (tile,) = {v.gemm2 for v in tuning.layer_variants("16bit") if v.gemm2.persistent}
+    layer = Layer(dtype=dtype, bias=dtype if bias == "model" else bias, **sizes)
+    with kernels.overlapping(True, True):
+        layer.gemm2("routed", tile)
+    kernel, tail = compiled
+    assert tail.metadata.name == "_zero_rows"
+    assert kernel.metadata.name == "_persistent_gemm2"
+    assert matrix_instructions(kernel) == {f"wgmma {name}"}
+    assert "cp.async.bulk.tensor" in kernel.asm["ptx"]
+    assert "griddepcontrol" not in kernel.asm["ptx"]
+    assert not kernel.metadata.launch_pdl
+    assert kernel.metadata.shared <= SHARED_MEMORY
+    # Triton 3.6 keeps the pointer of a float32 bias on the stack across the loop, which costs a load an item.
+    some = 8 if bias == FP32 and triton.__version__.startswith("3.6") else 0
+    assert stack_bytes(kernel, tmp_path) <= some
+    compiled.clear()
+    layer.gemm2("routed", tile, zero_tail=False)
+    assert [one.metadata.name for one in compiled] == ["_persistent_gemm2"]
+
+
+@pytest.mark.parametrize(
+    "change", [{"transposed": True}, {"I": 2056, "S": 2056, "longer_rows": 1}, {"dtype": FP32, "allow_tf32": True}]
+)
+def test_weights_that_the_persistent_gemm2_does_not_take_have_the_ordinary_one(compiled, change):
+    (tile,) = {v.gemm2 for v in tuning.layer_variants("16bit") if v.gemm2.persistent}
+    layer = Layer(**change)
+    if layer.dtype == FP32:
+        tile = tile._replace(block_n=64, block_k=32)
+    layer.gemm2("routed", tile)
+    assert [kernel.metadata.name for kernel in compiled] == ["_grouped_gemm"]
+
+
+GLOBAL = re.compile(r"\b(?:ld|st|atom|red)(?:\.\w+)*\.global\S*|\bcp\.async\S*")
+
+
+@pytest.mark.parametrize(("early", "followed"), [(True, True), (True, False), (False, True), (False, False)])
+def test_an_early_launch_waits_before_it_touches_memory_and_others_never(compiled, tmp_path, early, followed):
+    layer = Layer(T=2, H=1024, I=256, S=384, E=16, config=MoEConfig(top_k=4, num_zero_experts=2), bias=BF16)
+    (tiles,) = layer.tiles(warmup=False)
+    assert tiles.overlaps
+    with kernels.overlapping(early, followed):
+        layer.routing(warmup=False)
+        layer.ends(warmup=False)
+        for form in FORMS:
+            layer.gemm1(form, tiles.shared_gemm1 if form == "shared" else tiles.gemm1)
+            layer.gemm2(form, tiles.shared_gemm2 if form == "shared" else tiles.gemm2)
+    names = {kernel.metadata.name for kernel in compiled}
+    assert names == {"_router_logits", "_route", "_zero", "_grouped_gemm", "_shared_gate", "_finalize"}
     for kernel in compiled:
-        assert matrix_instructions(kernel) == {"wgmma bf16" if rows_of_tile(kernel) >= 64 else "mma bf16"}
+        ptx, name = kernel.asm["ptx"], kernel.metadata.name
+        assert bool(kernel.metadata.launch_pdl) == early, name
+        assert ptx.count("griddepcontrol.wait") == early, name
+        assert ptx.count("griddepcontrol.launch_dependents") == followed, name
+        touched = GLOBAL.search(ptx)
+        assert touched, name
+        if early:
+            assert ptx.index("griddepcontrol.wait") < touched.start(), name
+            branch = re.search(r"\bbra\b", ptx)  # so on every path
+            assert branch is None or ptx.index("griddepcontrol.wait") < branch.start(), name
+        if early and followed:  # or a launch after the next one would not wait for the one before this
+            assert ptx.index("griddepcontrol.wait") < ptx.index("griddepcontrol.launch_dependents"), name
     check_resources(compiled, tmp_path)
 
 
 def test_products_of_misaligned_rows_fit_though_they_spill(compiled):
-    Layer(misaligned=True).gemms("routed")
+    Layer(misaligned=True).gemms("routed", overlaps=False)
+    assert all(kernel.metadata.shared <= SHARED_MEMORY for kernel in compiled)
+
+
+def test_products_of_weights_in_odd_rows_fit(compiled):
+    Layer(longer_rows=1).gemms("routed", overlaps=False)
+    assert all("cp.async.bulk.tensor" not in kernel.asm["ptx"] for kernel in compiled)
     assert all(kernel.metadata.shared <= SHARED_MEMORY for kernel in compiled)
 
 
@@ -274,11 +413,14 @@ def test_no_number_of_tokens_needs_a_kernel_that_warmup_has_not_compiled(compile
     """Neither a tile nor an argument's value compiles another one: no compile in a capture."""
     small = {"H": 256, "I": 128, "S": 384, "E": 16, "dtype": dtype, "config": MoEConfig(top_k=4, num_zero_experts=2)}
     Layer(T=5, **small).all(warmup=True)
+    assert len(compiled) > 20
     warm = {id(kernel) for kernel in compiled}
     for T in TOKENS:
         compiled.clear()
         Layer(T=T, **small).all(warmup=False)
-        assert len(compiled) == 6 + 2 * len(FORMS) + 2
+        names = [kernel.metadata.name for kernel in compiled]
+        assert len(names) == 6 + 2 * len(FORMS) + 2 + names.count("_zero_rows")
+        assert names.count("_persistent_gemm2") == names.count("_zero_rows") == (T >= 200 and dtype == BF16)
         assert {id(kernel) for kernel in compiled} <= warm
 
 
@@ -290,7 +432,7 @@ def test_the_choice_alone_sums_as_the_one_that_orders_too(compiled, T, E):
         config = MoEConfig(top_k=8, normalize="sum", **softmax)
         layer = Layer(T=T, E=E, config=config)
         weight = layer.weight(E, layer.H)
-        logits = layer.tensor(kernels.router_splits(layer.x, weight), T, E, dtype=FP32)
+        logits = layer.tensor(kernels.router_splits(T, layer.dtype, weight), T, E, dtype=FP32)
         compiled.clear()
         for rows in (None, layer.rows()):
             kernels.choose(
@@ -310,18 +452,47 @@ def float_sums(kernel: Any) -> list[str]:
     return [re.sub(r"#\w+", lambda name: layouts.get(name[0], name[0]), of) for of in sums]
 
 
-def test_atomics_are_of_integers_and_of_the_row_order_alone(compiled):
-    """Their order leaves no trace in the result."""
+def test_atomics_are_of_integers_alone(compiled):
+    """Of the row order's counts, and of the items that persistent programs take: their order leaves no trace."""
     Layer(H=256, I=128, S=384, E=16, config=MoEConfig(top_k=4, num_zero_experts=2)).all()
     for kernel in compiled:
         found = set(re.findall(r"\b(?:atom|red)\.\S+", kernel.asm["ptx"]))
-        assert not found or kernel.metadata.name == "_route"
+        assert not found or kernel.metadata.name in ("_route", "_persistent_gemm2"), found
         assert not any(re.search(r"\.b?f(16|32|64)", name) for name in found)
 
 
+KINDS = ("16bit", "tf32", "fp32")
+
+
 def test_tables_end_without_a_limit_and_ascend():
-    tables = [*tuning._GEMM.values(), *tuning._ROUTER.values(), tuning._ORDER]
+    tables = [*tuning._SHARED.values(), *tuning._ROUTER.values(), tuning._ORDER]
     for table in tables:
         limits = [most for most, _ in table]
         assert limits == sorted(set(limits))
         assert limits[-1] == float("inf")
+    for routed in tuning._ROUTED.values():
+        limits = [(r.most_rows, r.most_slots) for r in routed]
+        assert limits == sorted(set(limits))
+        assert limits[-1] == (float("inf"), float("inf"))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_whatever_is_chosen_is_among_the_variants(kind):
+    """Each tile alone, since each is compiled alone; those that overlap are compiled so."""
+    variants = tuning.layer_variants(kind)
+    for T, E, K, S in itertools.product((*TOKENS, *range(4, 70, 5)), (1, 8, 64, 256, 1000), (1, 8, 32), (0, 96, 4096)):
+        chosen = tuning.layer_tiles(kind, T, 4096, E, K, S)
+        for field in LayerTiles._fields[:4]:
+            same = {getattr(v, field) for v in variants if v.overlaps == chosen.overlaps}
+            assert (S == 0 and field.startswith("shared")) or getattr(chosen, field) in same, (field, chosen)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_tiles_are_such_as_the_kernels_take(kind):
+    for v in tuning.layer_variants(kind):
+        assert v.gemm1.block_m == v.gemm2.block_m  # they share a map of blocks
+        for tile in v[:4]:
+            assert all(n & (n - 1) == 0 for n in tile[:3])
+            assert tile.least_m in (0, 16)
+            assert 2 * tile.block_n <= 256 or not tile.tma or tile in (v.gemm2, v.shared_gemm2)  # of the copy engine
+            assert not tile.persistent or (tile.block_m == gemm2_persistent.BLOCK_M and tile == v.gemm2)

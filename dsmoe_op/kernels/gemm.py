@@ -119,7 +119,7 @@ def gemm2(
             assert blocks is not None
             assert offsets is not None
             assert taken is not None
-            gemm2_persistent(h_NI, w2, w2_bias, blocks, y_NH, taken, warmup=warmup)
+            gemm2_persistent(h_NI, w2, y_NH, bias=w2_bias, blocks_3B=blocks, taken=taken, warmup=warmup)
             if zero_tail:
                 _zero_rows_after(offsets, y_NH, warmup=warmup)
             return
@@ -127,6 +127,10 @@ def gemm2(
     if shared_w2 is not None:
         assert h_shared_TS is not None
         assert shared_TH is not None
+        plain = gate_T is None and num_valid_tokens is None and routed is None and shared_TH.shape[0]
+        if tile.persistent and not INTERPRET and plain and takes(shared_w2):
+            gemm2_persistent(h_shared_TS, shared_w2, shared_TH, warmup=warmup)
+            return
         shared = _Part(h_shared_TS, shared_w2, shared_TH, gate=gate_T)
     if any(part is not None and part.out.shape[0] for part in (routed, shared)):
         _grouped(tile, config.top_k, routed, shared, num_valid_tokens, zero_tail, {}, allow_tf32, warmup)

@@ -16,6 +16,7 @@ from __future__ import annotations
 import functools
 
 import torch
+import triton
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -43,32 +44,41 @@ _GL_DTYPE = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
 
 
 def takes(w2: Tensor) -> bool:
-    """Whether the copy engine can fetch these weights: [E, H, I] contiguous and aligned to 16 bytes, 16 bits wide."""
+    """Whether the copy engine can fetch these weights: contiguous and aligned to 16 bytes, 16 bits wide."""
     aligned = w2.data_ptr() % 16 == 0 and w2.shape[-1] * w2.element_size() % 16 == 0
     return w2.dtype in _GL_DTYPE and w2.is_contiguous() and aligned
 
 
 def gemm2_persistent(
-    h_NI: Tensor, w2: Tensor, bias: Tensor | None, blocks_3B: Tensor, y_NH: Tensor, taken: Tensor, *, warmup: bool
+    h_NI: Tensor,
+    w2: Tensor,
+    y_NH: Tensor,
+    *,
+    bias: Tensor | None = None,
+    blocks_3B: Tensor | None = None,
+    taken: Tensor | None = None,
+    warmup: bool = False,
 ) -> None:
     """y = h w2^T + bias, rounded once, for the rows that experts have.
 
     Args:
         h_NI, y_NH: [N, I] and, written, [N, H]; contiguous, aligned to 16 bytes, in the dtype of w2.
-        w2: such as `takes` says.
+        w2: [E, H, I], or [H, I] for the one expert that has all rows; such as `takes` says.
         bias: [E, H] contiguous, any float dtype.
-        blocks_3B: as `Rows`, of blocks of BLOCK_M rows.
-        taken: int32 [1], zero before; changed.
+        blocks_3B: as `Rows`, of blocks of BLOCK_M rows. None: one expert has all rows.
+        taken: int32 [1], zero before; changed. None: programs take items in turn.
     """
-    E, H, I = w2.shape
+    H, I = w2.shape[-2:]
+    rows = w2.numel() // I
     args = (
         _descriptor(h_NI, [h_NI.shape[0], I], [64, _BLOCK_K]),
-        _descriptor(w2, [E * H, I], [_BLOCK_N, _BLOCK_K]),
+        _descriptor(w2, [rows, I], [_BLOCK_N, _BLOCK_K]),
         y_NH,
         _descriptor(y_NH, [y_NH.shape[0], H], [64, _BLOCK_N // 2]),
         bias,
         blocks_3B,
-        blocks_3B.shape[1],
+        triton.cdiv(y_NH.shape[0], BLOCK_M) if blocks_3B is None else blocks_3B.shape[1],
+        y_NH.shape[0],
         taken,
     )
     meta = {
@@ -107,15 +117,28 @@ def _before(s, STAGES: gl.constexpr):
 
 
 @gluon.jit
-def _item(blocks_ptr, num_blocks, item, TILES: gl.constexpr):
+def _item(blocks_ptr, num_blocks, N, item, TILES: gl.constexpr):
     """Expert (-1: no item), first row, row after the last, and column tile."""
     block = item // TILES
     is_block = block < num_blocks
-    block = gl.where(is_block, block, 0)
-    expert = gl.load(blocks_ptr + block)
-    row = gl.load(blocks_ptr + num_blocks + block)
-    end = gl.load(blocks_ptr + 2 * num_blocks + block)
+    if blocks_ptr is None:
+        expert = item * 0
+        row = block * 128
+        end = gl.minimum(row + 128, N)
+    else:
+        block = gl.where(is_block, block, 0)
+        expert = gl.load(blocks_ptr + block)
+        row = gl.load(blocks_ptr + num_blocks + block)
+        end = gl.load(blocks_ptr + 2 * num_blocks + block)
     return gl.where(is_block, expert, -1), row, end, item % TILES
+
+
+@gluon.jit
+def _take(taken_ptr, item):
+    if taken_ptr is None:
+        return item + gl.num_programs(0)
+    else:
+        return gl.atomic_add(taken_ptr, 1, sem="relaxed") + gl.num_programs(0)
 
 
 @gluon.jit
@@ -140,7 +163,7 @@ def _told(info, s):
 
 @gluon.jit
 def _produce(
-    h_desc, w_desc, blocks_ptr, num_blocks, taken_ptr, h_bufs, w_bufs, info, full, empty,
+    h_desc, w_desc, blocks_ptr, num_blocks, N, taken_ptr, h_bufs, w_bufs, info, full, empty,
     COLUMNS: gl.constexpr, INNER: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     BLOCK_N: gl.constexpr = w_bufs.shape[1]
@@ -149,14 +172,14 @@ def _produce(
     W_BYTES: gl.constexpr = BLOCK_N * BLOCK_K * 2
     H_BYTES: gl.constexpr = 64 * BLOCK_K * 2
     item = gl.program_id(0)
-    expert, row, end, tile = _item(blocks_ptr, num_blocks, item, TILES)
+    expert, row, end, tile = _item(blocks_ptr, num_blocks, N, item, TILES)
     s = item * 0
     phase = s + 1  # a fresh barrier counts as past its odd phase: the first wait for each buffer passes
     while expert >= 0:
         both = end - row > 64
         # The next item is looked up while this one is fetched.
-        item = gl.atomic_add(taken_ptr, 1, sem="relaxed") + gl.num_programs(0)
-        next_expert, next_row, next_end, next_tile = _item(blocks_ptr, num_blocks, item, TILES)
+        item = _take(taken_ptr, item)
+        next_expert, next_row, next_end, next_tile = _item(blocks_ptr, num_blocks, N, item, TILES)
         for start in range(0, INNER, BLOCK_K):
             mbarrier.wait(empty.index(s), phase)
             if start == 0:
@@ -250,7 +273,7 @@ def _write(value, buf, y_desc, y_ptr, row, end, column, COLUMNS: gl.constexpr):
         gl.store(ptrs, buf.load(layout), mask=mask)
 
 
-@gluon.jit(do_not_specialize=["num_blocks"], do_not_specialize_on_alignment=["bias_ptr", "taken_ptr"])
+@gluon.jit(do_not_specialize=["num_blocks", "N"], do_not_specialize_on_alignment=["bias_ptr", "taken_ptr"])
 def _persistent_gemm2(
     h_desc,
     w_desc,
@@ -259,6 +282,7 @@ def _persistent_gemm2(
     bias_ptr,
     blocks_ptr,
     num_blocks,
+    N,
     taken_ptr,
     COLUMNS: gl.constexpr,
     INNER: gl.constexpr,
@@ -296,7 +320,7 @@ def _persistent_gemm2(
             (
                 _produce,
                 (
-                    h_desc, w_desc, blocks_ptr, num_blocks, taken_ptr, h_bufs, w_bufs, info, full, empty,
+                    h_desc, w_desc, blocks_ptr, num_blocks, N, taken_ptr, h_bufs, w_bufs, info, full, empty,
                     COLUMNS, INNER, STAGES,
                 ),
             ),

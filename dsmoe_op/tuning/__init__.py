@@ -94,7 +94,7 @@ _SHARED: dict[tuple[str, str], tuple[tuple[float, tuple[Tile, ...]], ...]] = {
     ("gemm2", "16bit"): (
         (16, (Tile(16, 64, 128, 4, 4, swap=True), Tile(16, 32, 128, 4, 4, swap=True))),
         (64, (Tile(64, 64, 128, 4, 3, swap=True), Tile(64, 32, 128, 4, 3, swap=True))),
-        (ALL, (Tile(128, 128, 64, 8, 3, tma=True, least_m=16), Tile(64, 128, 64, 4, 3, tma=True))),
+        (ALL, (Tile(128, 256, 64, 8, 3, persistent=True, least_m=16), Tile(64, 128, 64, 4, 3, tma=True))),
     ),
     ("gemm1", "tf32"): ((24, (Tile(16, 32, 64, 4, 4),)), (ALL, (Tile(64, 64, 32, 4, 4),))),
     ("gemm2", "tf32"): ((24, (Tile(16, 64, 64, 4, 4),)), (ALL, (Tile(64, 128, 32, 4, 4),))),
