@@ -83,7 +83,7 @@ def _others(name: str, shape: Shape, T: int) -> Iterable[Tile]:
         least = 32 if T <= 256 else 64
     own = [getattr(variant, name) for variant in tuning.layer_variants("16bit")]
     for tile in (*_FEW_ROWS[kernel] * few, *_MANY_ROWS[kernel] * many, *own):
-        if least <= tile.block_m <= most and not (shared and tile.persistent):
+        if least <= tile.block_m <= most:
             yield tile
 
 

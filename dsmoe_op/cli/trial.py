@@ -192,6 +192,7 @@ def _named(name: str, tile: Tile) -> str:
 
 def brief(tile: Tile) -> str:
     """Such as: 16x32x128 4 warps 4 stages swap."""
-    flags = (name for name, value in tile._asdict().items() if value is True)
+    flags = [name for name, value in tile._asdict().items() if value is True]
+    flags += [f"least {tile.least_m}"] if tile.least_m else []
     numbers = f"{tile.block_m}x{tile.block_n}x{tile.block_k} {tile.num_warps} warps {tile.num_stages} stages"
     return " ".join((numbers, *flags))
