@@ -21,6 +21,8 @@ def check_schedule(steps: Iterable[Step], inputs: Collection[str], outputs: Coll
     - What a launch reads is an input, or written by a launch that it runs after. Nothing writes an input.
     - Each buffer has one writer, and each output has one. The writer of "out" runs after all others.
     - A buffer that is updated has one launch that does it, after the writer, and every reader runs after it.
+    - An early launch comes straight after another one on its stream, which is the only one whose end it waits for. That
+      one began after all before it had ended, since it waited itself or was an ordinary launch.
 
     Args:
         steps: as `schedule.plan` gives them, in the order in which they are issued.
@@ -30,15 +32,20 @@ def check_schedule(steps: Iterable[Step], inputs: Collection[str], outputs: Coll
     launches: list[Launch] = []
     before: list[set[int]] = []  # of each launch, those that it runs after
     done: dict[StreamName, set[int]] = {"main": {-1}, "alt": set()}  # what comes before the next one; -1 is _BEGIN
+    problems = []
+    after_launch = {"main": False, "alt": False}
     for step in steps:
         if isinstance(step, Wait):
             done[step.waiter] |= done[step.on]
+            after_launch[step.waiter] = False
         else:
+            if step.early and not after_launch[step.stream]:
+                problems.append(f"{step.name} is early and comes straight after no launch on its stream")
+            after_launch[step.stream] = True
             before.append(set(done[step.stream]))
             done[step.stream].add(len(launches))
             launches.append(step)
 
-    problems = []
     writers: dict[str, list[int]] = {}
     updaters: dict[str, list[int]] = {}
     for i, launch in enumerate(launches):

@@ -225,9 +225,7 @@ def test_no_input_is_written_resized_or_moved(schedule) -> None:
 def test_a_launch_touches_what_its_schedule_says_and_nothing_else(name, schedule, finalized, way) -> None:
     """Each launch once on true tensors, once with garbage in all that it does not declare."""
     x, args = make(name, way)
-    while (
-        not Run(x, args, "serial").issue().buffers["offsets"][-1]
-    ):  # no expert of this rank was chosen: no row to write
+    while not Run(x, args, "serial").issue().buffers["offsets"][-1]:  # no expert of this rank was chosen
         x, args = make(name, way)
     run = Run(x, args, schedule, finalized=finalized)
     tensors = {**run.inputs, **run.buffers}

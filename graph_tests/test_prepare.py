@@ -19,6 +19,7 @@ from torch import Tensor
 from dsmoe_op import checks, cuda, kernels, streams
 from dsmoe_op import schedule as schedules
 from dsmoe_op.checks import LAYER_FIELDS, Layer
+from dsmoe_op.kernels import launch as launch_module
 from dsmoe_op.schedule import Launch
 
 TOKENS = (1, 2, 7, 8, 9, 30, 64, 65, 150, 300, 1025, 5000)
@@ -26,6 +27,8 @@ TOKENS = (1, 2, 7, 8, 9, 30, 64, 65, 150, 300, 1025, 5000)
 
 def kind_of(param: Any, value: Any) -> object:
     """What Triton compiles for one argument of a kernel."""
+    if isinstance(value, launch_module._DESCRIPTORS):
+        return value.base.dtype, tuple(value.block_shape), getattr(value, "layout", None)
     if isinstance(value, Tensor):
         return value.dtype, param.do_not_specialize_on_alignment or value.data_ptr() % 16 == 0
     if value is None or param.do_not_specialize:
@@ -39,21 +42,29 @@ class Recorder:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.warm: set[object] = set()
         self.launched: set[object] = set()
-        for name in ("router", "route", "gemm", "gate", "finalize"):
+        for name in ("router", "route", "gemm", "gemm2_persistent", "gate", "finalize"):
             monkeypatch.setattr(sys.modules[f"dsmoe_op.kernels.{name}"], "launch", self.launch)
         monkeypatch.setattr(streams, "relaxed_capture", contextlib.nullcontext)
         monkeypatch.setattr(cuda, "_prepared", set())
         monkeypatch.setattr(schedules, "execute", self.execute)
+        monkeypatch.setattr(cuda._Call, "issue_step", issue_step)
 
     def launch(self, kernel: Any, grid: tuple[int, ...], args: tuple, meta: dict, *, warmup: bool = False) -> None:
         kinds = tuple(map(kind_of, kernel.params, args))
-        key = (kernel.fn.__name__, kinds, tuple(sorted(meta.items(), key=str)))
+        overlap = launch_module._overlap.get() if "EARLY" in kernel.arg_names else None
+        key = (kernel.fn.__name__, kinds, tuple(sorted(meta.items(), key=str)), overlap)
         (self.warm if warmup else self.launched).add(key)
 
     def execute(self, steps, issue, device) -> None:
         for step in steps:
             if isinstance(step, Launch):
                 issue(step.name, 0)
+
+
+def issue_step(self: cuda._Call, step: Launch, *, overlaps: bool) -> None:
+    """As on a GPU where launches can overlap."""
+    with kernels.overlapping(step.early and overlaps, step.followed and overlaps):
+        self.issue(step.name)
 
 
 @pytest.fixture
@@ -82,6 +93,9 @@ def test_one_call_of_any_size_prepares_all_sizes(recorder, dtype, way, schedule,
         call(*make_layer(T, way=way, dtype=dtype, S=64, shared_gate=True), schedule=schedule, entry=entry)
     assert recorder.launched <= warm
     assert recorder.warm == warm
+    launched = {name for name, *_ in recorder.launched}
+    assert ("_persistent_gemm2" in launched) == (dtype == torch.bfloat16 and schedule != "fused")
+    assert any(overlap and overlap[0] for *_, overlap in recorder.launched) == (dtype == torch.bfloat16)
 
 
 def padded(x: Tensor, before: int, after: int) -> Tensor:

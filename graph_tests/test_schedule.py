@@ -137,6 +137,27 @@ def test_a_tensor_that_is_absent_is_not_read() -> None:
         assert {name for s in launches(steps) for name in s.reads} <= inputs | buffers
 
 
+def test_exactly_the_launches_straight_after_another_on_their_stream_are_early_and_those_before_them_followed() -> None:
+    some = 0
+    for steps, _, _ in plans(*ALL):
+        for stream in ("main", "alt"):
+            lane = [s for s in steps if (s.waiter if isinstance(s, Wait) else s.stream) == stream]
+            pairs = list(itertools.pairwise([None, *lane, None]))
+            for before, step in pairs:
+                if isinstance(step, Launch):
+                    assert step.early == isinstance(before, Launch), (steps, step)
+                if isinstance(before, Launch):
+                    assert before.followed == isinstance(step, Launch), (steps, before)
+                    some += before.followed
+    assert some > 100
+
+
+def test_finalize_of_two_streams_is_an_ordinary_launch() -> None:
+    """It waits for both streams, and an early launch for the one before it alone."""
+    for steps in two_streams(*TWO_STREAMS):
+        assert not any(s.early for s in launches(steps) if s.name == "finalize")
+
+
 def test_the_layer_of_the_gpu_tests_has_the_launches_that_they_name() -> None:
     present = frozenset((*WAYS["router_weight"], *SHARED, "shared_gate")) - {"router_bias"}
     assert tuple(s.name for s in launches(plan("serial", present, zero_experts=False, finalized=True))) == gpu.LAUNCHES
@@ -222,7 +243,13 @@ def late_writers(steps: tuple[Step, ...], inputs: set[str]) -> Iterator[tuple[St
                 yield (*steps[:i], *steps[i + 1 : reader + 1], step, *steps[reader + 1 :])
 
 
+def early_launches(steps: tuple[Step, ...], inputs: set[str]) -> Iterator[tuple[Step, ...]]:
+    """One that is not early is made so."""
+    return (replaced(steps, i, early=True) for i, s in enumerate(steps) if isinstance(s, Launch) and not s.early)
+
+
 MUTATIONS = [
+    early_launches,
     dropped_waits,
     turned_waits,
     waits_moved_by_one,
@@ -271,6 +298,14 @@ def test_the_checker_names_the_launches_and_the_tensor() -> None:
             "b reads h and does not run after c, which updates it",
         ),
         ((Launch("a", "main", (), ("out",), ("x",)),), "a updates the input x"),
+        (
+            (Launch("a", "main", (), ("out",), early=True),),
+            "a is early and comes straight after no launch on its stream",
+        ),
+        (
+            (FORK, Launch("a", "alt", (), ("h",)), JOIN, Launch("b", "main", ("h",), ("out",), early=True)),
+            "b is early and comes straight after no launch on its stream",
+        ),
         ((Launch("a", "main", (), ()),), "the call's end reads out, which nothing writes"),
     ],
 )
