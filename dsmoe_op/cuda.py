@@ -214,7 +214,8 @@ class _Plan:
         buffers = {name: torch.empty(shape, dtype=dtype, device="meta") for name, shape, dtype in (*inside, *outputs)}
         one = _Call(given, dims, config, buffers, tiles, allow_tf32)
         any_T = tuple(Choice(c.tiles, resolve(auto=c.schedule)) for c in tuning.layer_choices(shape, tables))
-        steps_of = {c.schedule: schedules.plan(c.schedule, present, **options) for c in any_T}
+        plan_of = functools.partial(schedules.plan, present=present, **options)
+        steps_of = {c.schedule: [*plan_of(c.schedule), *plan_of(c.schedule, one_chunk=True)] for c in any_T}
         _prepare(one.kind(any_T, finalized), functools.partial(one.warm_up, any_T, steps_of))
 
         recording = kernels.Recording([*(t for t in given if t is not None), *buffers.values()])
@@ -382,13 +383,15 @@ class _Call:
         with kernels.overlapping(step.early and overlaps, step.followed and overlaps):
             self.issue(step.name)
 
-    def warm_up(
-        self, choices: tuple[Choice, ...], steps_of: dict[str, tuple[schedules.Step, ...]], *, warmup: bool
-    ) -> None:
-        """Compiles and loads what a call like this can launch at any T: any of the choices; steps by schedule."""
+    def warm_up(self, choices: tuple[Choice, ...], steps_of: dict[str, list[schedules.Step]], *, warmup: bool) -> None:
+        """Compiles and loads what a call like this can launch at any T: any of the choices.
+
+        Args:
+            steps_of: by schedule, all steps that it can have at any T; some come twice.
+        """
         self.warmup = warmup
         launches = {
-            schedule: [step for step in steps if isinstance(step, schedules.Launch)]
+            schedule: dict.fromkeys(step for step in steps if isinstance(step, schedules.Launch))
             for schedule, steps in steps_of.items()
         }
         for schedule, overlaps in dict.fromkeys((schedule, tiles.overlaps) for tiles, schedule in choices):
