@@ -12,14 +12,23 @@ from dsmoe_op import dual_stream_moe, prepare, streams
 pytestmark = needs_gpu
 
 
-@pytest.mark.parametrize(("schedule", "E"), [("serial", 20), ("dual", 24), ("dual_shared_main", 28), ("fused", 36)])
-def test_calls_and_captures_of_any_size_compile_and_load_nothing_after_prepare(monkeypatch, schedule, E) -> None:
+@pytest.mark.parametrize(
+    ("schedule", "way", "E"),
+    [
+        ("serial", "router_weight", 20),
+        ("dual", "router_weight", 24),
+        ("dual", "topk_ids", 40),
+        ("dual_shared_main", "router_logits", 28),
+        ("fused", "topk_ids", 36),
+    ],
+)
+def test_calls_and_captures_of_any_size_compile_and_load_nothing_after_prepare(monkeypatch, schedule, way, E) -> None:
     from triton import knobs
 
     def layer(T: int) -> tuple[torch.Tensor, dict]:
         # A number of experts that no other test has, so that nothing is compiled yet.
         sizes = {"H": 128, "E": E, "I": 64, "S": 128}
-        return make_layer(T, config=CONFIG, dtype=torch.bfloat16, device="cuda", shared_gate=True, **sizes)
+        return make_layer(T, way=way, config=CONFIG, dtype=torch.bfloat16, device="cuda", shared_gate=True, **sizes)
 
     loaded: list[object] = []
     launched: list[object] = []

@@ -1,0 +1,145 @@
+"""Launches of few tokens that start before the ones ahead of them have ended change no bit."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from gpu import SCHEDULES, SIZES, Block, capture, nap, needs_gpu
+from layers import WAYS
+from torch import Tensor
+
+from dsmoe_op import checks, dual_stream_moe, dual_stream_moe_unfinalized, finalize, tuning
+
+pytestmark = needs_gpu
+
+TOKENS = (1, 2, 3, 4)
+
+
+@pytest.fixture(autouse=True)
+def _overlap(block: Block) -> None:
+    if torch.cuda.get_device_capability() < (9, 0):
+        pytest.skip("needs a GPU of sm_90, where launches overlap")
+    for T in TOKENS:
+        assert T * block.config.top_k <= tuning.OVERLAPPING_SLOTS
+        assert tuning.layer_tiles("16bit", T, SIZES["H"], SIZES["E"], block.config.top_k, SIZES["S"]).overlaps
+
+
+@contextlib.contextmanager
+def one_after_another() -> Iterator[None]:
+    """Calls inside have launches that do not overlap."""
+    layer_tiles = tuning.layer_tiles
+
+    def without(*sizes: Any) -> tuning.LayerTiles:
+        return layer_tiles(*sizes)._replace(overlaps=False)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(checks, "_checked", {})  # plans that are made inside stay there
+        patch.setattr(tuning, "layer_tiles", without)
+        yield
+
+
+@contextlib.contextmanager
+def busy_gpu() -> Iterator[Callable[[], None]]:
+    """What queues some work on another stream, of which a call meets more or less."""
+    side, a = torch.cuda.Stream(), torch.randn(1024, 1024, device="cuda")
+    small = torch.zeros(64, device="cuda")
+    side.wait_stream(torch.cuda.current_stream())
+
+    def more() -> None:
+        with torch.cuda.stream(side):
+            for _ in range(random.randrange(4)):
+                torch.mm(a, a)
+            for _ in range(random.randrange(8)):
+                small.add_(1)
+
+    yield more
+    torch.cuda.synchronize()
+
+
+Job = tuple[Tensor, dict[str, Any], str, Tensor]
+
+
+def jobs(block: Block, count: int) -> list[Job]:
+    """Random calls: inputs, schedule, and what they make with launches one after another."""
+    found = []
+    for _ in range(count):
+        x, args = block.inputs(random.choice(TOKENS), random.choice(WAYS))
+        schedule = random.choice(SCHEDULES)
+        with one_after_another():
+            found.append((x, args, schedule, dual_stream_moe(x, **args, schedule=schedule)))
+    torch.cuda.synchronize()
+    return found
+
+
+@pytest.mark.parametrize("naps", [False, True])
+def test_calls_in_a_row_on_a_busy_gpu_have_the_bits_of_launches_one_after_another(block, naps) -> None:
+    calls = jobs(block, 200)
+    with busy_gpu() as more:
+        outs = []
+        for x, args, schedule, _ in calls:
+            more()
+            if naps:
+                nap()
+            outs.append(dual_stream_moe(x, **args, schedule=schedule))
+    wrong = [i for i, (out, call) in enumerate(zip(outs, calls, strict=True)) if not torch.equal(out, call[-1])]
+    assert wrong == []
+
+
+def test_inputs_that_arrive_late_and_go_early_do_not_matter(block) -> None:
+    """The first launch waits for what comes before the call, and what comes after it for the last one."""
+    calls = jobs(block, 100)
+    with busy_gpu() as more:
+        outs = []
+        for x, args, schedule, _ in calls:
+            more()
+            late = torch.full_like(x, float("nan"))
+            nap()
+            late.copy_(x)
+            out = dual_stream_moe(late, **args, schedule=schedule)
+            late.fill_(float("nan"))
+            outs.append(out.clone())
+            out.fill_(float("nan"))
+    assert all(torch.equal(out, call[-1]) for out, call in zip(outs, calls, strict=True))
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_unfinalized_calls_have_those_bits_too(block, schedule) -> None:
+    calls = jobs(block, 20)
+    with busy_gpu() as more:
+        for x, args, _, _ in calls:
+            with one_after_another():
+                want = dual_stream_moe_unfinalized(x, **args, schedule=schedule)
+            more()
+            pieces = dual_stream_moe_unfinalized(x, **args, schedule=schedule)
+            rows = int(want.row_of.max()) + 1
+            assert torch.equal(pieces.y[:rows], want.y[:rows])
+            assert torch.equal(pieces.shared, want.shared)
+            assert torch.equal(finalize(pieces, config=args["config"]), finalize(want, config=args["config"]))
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("way", WAYS)
+def test_replays_of_layers_in_a_row_have_those_bits_too(block, schedule, way) -> None:
+    def layers() -> Tensor:
+        y = x
+        for _ in range(12):
+            y = dual_stream_moe(y, **args, schedule=schedule)
+        return y
+
+    for T in TOKENS:
+        x, args = block.inputs(T, way)
+        layers()
+        graph, out = capture(layers)
+        with busy_gpu() as more:
+            for _ in range(10):
+                x.copy_(torch.randn_like(x))
+                with one_after_another():
+                    want = layers()
+                more()
+                graph.replay()
+                assert torch.equal(out, want), T

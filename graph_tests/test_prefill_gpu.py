@@ -1,0 +1,182 @@
+"""Many rows on a GPU: the persistent GEMM 2 at every height of an expert's rows, alone and in a layer."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from gpu import SIZES, Captured, needs_gpu
+from layers import make_layer
+from torch import Tensor
+
+from dsmoe_op import MoEConfig, dual_stream_moe, dual_stream_moe_unfinalized, finalize, kernels, reference, tuning
+
+pytestmark = needs_gpu
+
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+HEIGHTS = (0, 1, 63, 64, 65, 0, 127, 128, 129, 191, 192, 193, 0, 0, 255, 256, 257, 300, 1000, 0)
+"""Rows of each expert."""
+
+
+@pytest.fixture(autouse=True)
+def _sm_90() -> None:
+    if torch.cuda.get_device_capability() < (9, 0):
+        pytest.skip("needs a GPU of sm_90")
+
+
+def ids_of(heights: Sequence[int], without: int) -> Tensor:
+    """[T, 1] in random order: so many slots of each expert, and of none."""
+    ids = torch.cat([torch.full((rows,), e) for e, rows in enumerate(heights)] + [torch.full((without,), -1)])
+    return ids[torch.randperm(len(ids))].to("cuda", torch.int32)[:, None]
+
+
+def persistent_tile() -> tuning.Tile:
+    (tile,) = {tiles.gemm2 for tiles in tuning.layer_variants("16bit") if tiles.gemm2.persistent}
+    return tile
+
+
+class Gemm2:
+    """GEMM 2 alone; y lies inside memory that is full of NaN."""
+
+    def __init__(self, heights: Sequence[int], without: int, H: int, I: int, dtype: torch.dtype, bias: Any) -> None:
+        def ints(*shape: int) -> Tensor:
+            return torch.full(shape, 12345, dtype=torch.int32, device="cuda")
+
+        ids, self.tile = ids_of(heights, without), persistent_tile()
+        N, E = len(ids), len(heights)
+        counters, B = ints(kernels.num_counters(N, E)), kernels.num_blocks(N, E, self.tile.block_m)
+        self.rows = kernels.Rows(
+            ints(E + 1), ints(N), ints(N, 1), ints(3, B), self.tile.block_m, counters, ints(1)
+        )  # fmt: skip
+        kernels.zero_counters(counters)
+        kernels.order_rows(ids, None, None, None, num_experts=E, num_zero_experts=0, rows=self.rows)
+        self.end = sum(heights)
+        self.h = torch.randn(N, I, device="cuda").to(dtype)
+        self.h[self.end :] = float("nan")
+        self.w2 = (torch.randn(E, H, I, device="cuda") / I**0.5).to(dtype)
+        self.w2[[e for e, rows in enumerate(heights) if not rows]] = float("nan")
+        self.bias = torch.randn(E, H, device="cuda").to(bias) if bias else None
+        self.around = torch.full((N + 300, H), float("nan"), dtype=dtype, device="cuda")
+        self.y = self.around[128 : 128 + N]
+
+    def run(self, *, zero_tail: bool) -> Tensor:
+        """All of the memory."""
+        self.around.fill_(float("nan"))
+        self.rows.taken.zero_()
+        kernels.gemm2(
+            config=MoEConfig(top_k=1), tile=self.tile, w2=self.w2, w2_bias=self.bias, blocks=self.rows.blocks_3B,
+            h_NI=self.h, y_NH=self.y, offsets=self.rows.offsets, taken=self.rows.taken, zero_tail=zero_tail,
+        )  # fmt: skip
+        return self.around
+
+    def expected(self) -> Tensor:
+        """float64, of the experts' rows."""
+        y = torch.empty(self.end, self.y.shape[1], dtype=torch.float64, device="cuda")
+        ends = self.rows.offsets.tolist()
+        for e, (first, last) in enumerate(itertools.pairwise(ends)):
+            y[first:last] = self.h[first:last].double() @ self.w2[e].double().T
+            if self.bias is not None:
+                y[first:last] += self.bias[e].double()
+        return y
+
+    def check(self, *, zero_tail: bool) -> None:
+        around, N = self.run(zero_tail=zero_tail), len(self.y)
+        rounding = {BF16: 2.0**-8, FP16: 2.0**-11}[around.dtype]
+        torch.testing.assert_close(self.y[: self.end].double(), self.expected(), rtol=1.01 * rounding, atol=1e-5)
+        tail = self.y[self.end :]
+        assert (tail == 0).all() if zero_tail else tail.isnan().all()
+        assert around[:128].isnan().all()
+        assert around[128 + N :].isnan().all()
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP16])
+@pytest.mark.parametrize("bias", [None, "model", FP32])
+@pytest.mark.parametrize(("H", "I"), [(400, 208), (2048, 512), (16, 16), (272, 80), (896, 1408)])
+@pytest.mark.parametrize("without", [0, 1, 77])
+def test_gemm2_is_right_at_every_height_and_writes_nothing_else(dtype, bias, H, I, without) -> None:
+    one = Gemm2(HEIGHTS, without, H, I, dtype, dtype if bias == "model" else bias)
+    for zero_tail in (True, False):
+        one.check(zero_tail=zero_tail)
+
+
+@pytest.mark.parametrize("heights", [(0, 1), (1, 0), (0, 0, 0, 5000), (1,) * 300, (129,) * 200, (64, 0) * 150, (0,)])
+def test_gemm2_is_right_for_few_and_for_many_blocks(heights) -> None:
+    """Fewer blocks than programs, or more; of one expert, or of many."""
+    one = Gemm2(heights, 40, 400, 208, BF16, None)
+    for zero_tail in (True, False):
+        one.check(zero_tail=zero_tail)
+
+
+@pytest.mark.parametrize("bias", [None, FP32])
+def test_runs_of_gemm2_give_the_same_bits_whichever_program_takes_what(bias) -> None:
+    one, busy = Gemm2(HEIGHTS, 20, 400, 208, BF16, bias), torch.randn(2048, 2048, device="cuda")
+    first, side = one.run(zero_tail=True).clone(), torch.cuda.Stream()
+    for _ in range(50):
+        with torch.cuda.stream(side):
+            busy @ busy
+        assert torch.equal(one.run(zero_tail=True)[128:-172], first[128:-172])
+    torch.cuda.synchronize()
+
+
+def prefill(*, dtype: torch.dtype = BF16, H: int = 400, I: int = 208, **options: Any) -> tuple[Tensor, dict[str, Any]]:
+    """A layer with an expert of each of the heights."""
+    ids = ids_of(HEIGHTS, 77)
+    T, E = len(ids), len(HEIGHTS)
+    x, args = make_layer(
+        T, way="topk_ids", config=MoEConfig(top_k=1), dtype=dtype, device="cuda", H=H, E=E, I=I, S=96, **options
+    )
+    args["topk_ids"] = ids
+    assert tuning.layer_tiles("16bit", T, H, E, 1, 96).gemm2.persistent
+    return x, args
+
+
+def worst_row(out: Tensor, expected: Tensor) -> float:
+    out, expected = out.double(), expected.double()
+    return float(((out - expected).norm(dim=1) / expected.norm(dim=1).clamp(min=1e-6)).max())
+
+
+@pytest.mark.parametrize("schedule", ["serial", "dual", "dual_shared_main", "fused"])
+@pytest.mark.parametrize("dtype", [BF16, FP16])
+@pytest.mark.parametrize("expert_bias", [False, True])
+def test_every_row_of_a_layer_is_the_references_at_every_height(schedule, dtype, expert_bias) -> None:
+    for H, I in ((400, 208), (256, 128), (528, 48)):
+        x, args = prefill(dtype=dtype, H=H, I=I, expert_bias=expert_bias, shared_gate=True)
+        out = dual_stream_moe(x, **args, schedule=schedule)
+        assert worst_row(out, reference.moe(x, **args)) <= 2e-2, (H, I)
+        for _ in range(5):
+            assert torch.equal(dual_stream_moe(x, **args, schedule=schedule), out), (H, I)
+
+
+@pytest.mark.parametrize("schedule", ["serial", "dual", "fused"])
+def test_an_unfinalized_layer_has_zeros_after_the_experts_rows_and_the_same_bits(schedule) -> None:
+    x, args = prefill(expert_bias=True)
+    out = dual_stream_moe(x, **args, schedule=schedule)
+    torch.full((len(x), 400), float("nan"), dtype=x.dtype, device=x.device)  # the memory that y may get
+    pieces = dual_stream_moe_unfinalized(x, **args, schedule=schedule)
+    tail = pieces.y[sum(HEIGHTS) :]
+    assert torch.equal(tail, torch.zeros_like(tail))
+    assert torch.equal(finalize(pieces, config=args["config"]), out)
+
+
+def test_padding_is_nobodys_row() -> None:
+    x, args = prefill()
+    for valid in (0, 1, 1500, len(x)):
+        count = torch.tensor([valid], dtype=torch.int32, device="cuda")
+        expected = reference.moe(x, **args, num_valid_tokens=count)
+        given = x.clone()
+        given[valid:] = float("nan")
+        out = dual_stream_moe(given, **args, num_valid_tokens=count)
+        assert worst_row(out, expected) <= 2e-2, valid
+        assert torch.equal(out[valid:], torch.zeros_like(out[valid:]))
+
+
+@pytest.mark.parametrize("T", [200, 1500])
+def test_replays_with_other_routing_take_their_own_items(block, T) -> None:
+    """The count of the items that are taken begins at zero in each replay."""
+    assert tuning.layer_tiles("16bit", T, SIZES["H"], SIZES["E"], 4, SIZES["S"]).gemm2.persistent
+    captured = Captured(block, T)
+    for _ in range(10):
+        assert captured.is_right()
