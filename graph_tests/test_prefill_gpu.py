@@ -85,7 +85,7 @@ class Gemm2:
     def check(self, *, zero_tail: bool) -> None:
         around, N = self.run(zero_tail=zero_tail), len(self.y)
         rounding = {BF16: 2.0**-8, FP16: 2.0**-11}[around.dtype]
-        torch.testing.assert_close(self.y[: self.end].double(), self.expected(), rtol=1.01 * rounding, atol=1e-5)
+        torch.testing.assert_close(self.y[: self.end].double(), self.expected(), rtol=1.01 * rounding, atol=5e-5)
         tail = self.y[self.end :]
         assert (tail == 0).all() if zero_tail else tail.isnan().all()
         assert around[:128].isnan().all()
@@ -126,10 +126,10 @@ def prefill(*, dtype: torch.dtype = BF16, H: int = 400, I: int = 208, **options:
     ids = ids_of(HEIGHTS, 77)
     T, E = len(ids), len(HEIGHTS)
     x, args = make_layer(
-        T, way="topk_ids", config=MoEConfig(top_k=1), dtype=dtype, device="cuda", H=H, E=E, I=I, S=96, **options
+        T, way="topk_ids", config=MoEConfig(top_k=1), dtype=dtype, device="cuda", H=H, E=E, I=I, S=2 * I, **options
     )
     args["topk_ids"] = ids
-    assert tuning.layer_tiles("16bit", T, H, E, 1, 96).gemm2.persistent
+    assert tuning.layer_tiles("16bit", T, H, E, 1, 2 * I).gemm2.persistent
     return x, args
 
 
