@@ -87,6 +87,8 @@ class Layer:
     allow_tf32: bool = False
     misaligned: bool = False
     longer_rows: int = 0
+    plain: bool = False
+    """The shared expert has no gate, and the call no padding."""
 
     def tensor(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
         return torch.empty(shape, dtype=dtype or self.dtype, device="meta")
@@ -172,6 +174,8 @@ class Layer:
         if form != "routed":
             args |= {"shared_w2": self.weight(H, S), "h_shared_TS": self.tensor(self.T, S)}
             args |= {"shared_TH": self.tensor(self.T, H), "gate_T": self.tensor(self.T, dtype=FP32)}
+        if self.plain:
+            args |= {"gate_T": None, "num_valid_tokens": None}
         kernels.gemm2(**args)
 
     def ends(self, warmup: bool = True) -> None:
@@ -292,12 +296,33 @@ def test_the_persistent_gemm2_fits_and_never_starts_early(compiled, tmp_path, dt
     assert "griddepcontrol" not in kernel.asm["ptx"]
     assert not kernel.metadata.launch_pdl
     assert kernel.metadata.shared <= SHARED_MEMORY
-    # Triton 3.6 keeps the pointer of a float32 bias on the stack across the loop, which costs a load an item.
+    # Triton 3.6 spills one register of the lookup of a float32 bias, once a tile and outside the products' loop.
     some = 8 if bias == FP32 and triton.__version__.startswith("3.6") else 0
     assert stack_bytes(kernel, tmp_path) <= some
     compiled.clear()
     layer.gemm2("routed", tile, zero_tail=False)
     assert [one.metadata.name for one in compiled] == ["_persistent_gemm2"]
+
+
+@pytest.mark.parametrize(("dtype", "name"), [(BF16, "bf16"), (FP16, "f16")])
+def test_the_shared_experts_persistent_gemm2_fits_and_takes_no_gate_and_no_padding(compiled, tmp_path, dtype, name):
+    (tile,) = {v.gemm2 for v in tuning.layer_variants("16bit") if v.gemm2.persistent}
+    with kernels.overlapping(True, True):
+        Layer(dtype=dtype, plain=True).gemm2("shared", tile)
+    (kernel,) = compiled
+    assert kernel.metadata.name == "_persistent_gemm2"
+    assert matrix_instructions(kernel) == {f"wgmma {name}"}
+    assert not re.search(r"griddepcontrol|\b(atom|red)\.", kernel.asm["ptx"])
+    assert not kernel.metadata.launch_pdl
+    check_resources(compiled, tmp_path)
+    for layer, form in (
+        (Layer(), "shared"),
+        (Layer(plain=True), "fused"),
+        (Layer(plain=True, longer_rows=8), "shared"),
+    ):
+        compiled.clear()
+        layer.gemm2(form, tile)
+        assert [one.metadata.name for one in compiled] == ["_grouped_gemm"]
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from gpu import SCHEDULES, SIZES, Block, capture, nap, needs_gpu
 from layers import WAYS
 from torch import Tensor
 
-from dsmoe_op import checks, dual_stream_moe, dual_stream_moe_unfinalized, finalize, tuning
+from dsmoe_op import checks, cuda, dual_stream_moe, dual_stream_moe_unfinalized, finalize, tuning
 
 pytestmark = needs_gpu
 
@@ -25,21 +25,22 @@ def _overlap(block: Block) -> None:
     if torch.cuda.get_device_capability() < (9, 0):
         pytest.skip("needs a GPU of sm_90, where launches overlap")
     for T in TOKENS:
-        assert T * block.config.top_k <= tuning.OVERLAPPING_SLOTS
-        assert tuning.layer_tiles("16bit", T, SIZES["H"], SIZES["E"], block.config.top_k, SIZES["S"]).overlaps
+        shape = tuning.LayerShape("16bit", **SIZES, K=block.config.top_k)
+        assert tuning.layer_choice(shape, T, tuning.tables_of(None, torch.cuda.get_device_name())).tiles.overlaps
 
 
 @contextlib.contextmanager
 def one_after_another() -> Iterator[None]:
     """Calls inside have launches that do not overlap."""
-    layer_tiles = tuning.layer_tiles
+    layer_choice = tuning.layer_choice
 
-    def without(*sizes: Any) -> tuning.LayerTiles:
-        return layer_tiles(*sizes)._replace(overlaps=False)
+    def without(*given: Any) -> tuning.Choice:
+        choice = layer_choice(*given)
+        return choice._replace(tiles=choice.tiles._replace(overlaps=False))
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(checks, "_checked", {})  # plans that are made inside stay there
-        patch.setattr(tuning, "layer_tiles", without)
+        patch.setattr(tuning, "layer_choice", without)
         yield
 
 
@@ -62,6 +63,27 @@ def busy_gpu() -> Iterator[Callable[[], None]]:
 
 
 Job = tuple[Tensor, dict[str, Any], str, Tensor]
+
+
+def test_launches_overlap_but_where_these_tests_say_no(block) -> None:
+    """What the others compare are launches of both kinds."""
+    x, args = block.inputs(2)
+    asked: list[tuple[bool, bool]] = []
+
+    @contextlib.contextmanager
+    def overlapping(early: bool, followed: bool) -> Iterator[None]:
+        asked.append((early, followed))
+        yield
+
+    for without in (False, True):
+        with one_after_another() if without else contextlib.nullcontext(), pytest.MonkeyPatch.context() as patch:
+            patch.setattr(checks, "_checked", {})
+            patch.setattr(cuda, "_prepare", lambda *args: None)
+            patch.setattr(cuda.kernels, "overlapping", overlapping)
+            asked.clear()
+            dual_stream_moe(x, **args, schedule="dual")
+        assert any(early for early, _ in asked) == (not without)
+        assert any(followed for _, followed in asked) == (not without)
 
 
 def jobs(block: Block, count: int) -> list[Job]:

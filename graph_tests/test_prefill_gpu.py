@@ -110,6 +110,27 @@ def test_gemm2_is_right_for_few_and_for_many_blocks(heights) -> None:
         one.check(zero_tail=zero_tail)
 
 
+@pytest.mark.parametrize("dtype", [BF16, FP16])
+@pytest.mark.parametrize(("H", "S"), [(400, 208), (2048, 512), (16, 16)])
+def test_the_shared_experts_gemm2_is_right_at_every_height_and_writes_nothing_else(dtype, H, S) -> None:
+    rounding = {BF16: 2.0**-8, FP16: 2.0**-11}[dtype]
+    w2 = (torch.randn(H, S, device="cuda") / S**0.5).to(dtype)
+    for T in (1, 63, 64, 65, 127, 128, 129, 1000, 20_000):
+        h = torch.randn(T, S, device="cuda").to(dtype)
+        around = torch.full((T + 300, H), float("nan"), dtype=dtype, device="cuda")
+        y, outs = around[128 : 128 + T], []
+        for _ in range(3):
+            y.fill_(float("nan"))
+            kernels.gemm2(
+                config=MoEConfig(top_k=1), tile=persistent_tile(), shared_w2=w2, h_shared_TS=h, shared_TH=y
+            )  # fmt: skip
+            outs.append(y.clone())
+        torch.testing.assert_close(y.double(), h.double() @ w2.double().T, rtol=1.01 * rounding, atol=5e-5)
+        assert all(torch.equal(out, y) for out in outs)
+        assert around[:128].isnan().all()
+        assert around[128 + T :].isnan().all()
+
+
 @pytest.mark.parametrize("bias", [None, FP32])
 def test_runs_of_gemm2_give_the_same_bits_whichever_program_takes_what(bias) -> None:
     one, busy = Gemm2(HEIGHTS, 20, 400, 208, BF16, bias), torch.randn(2048, 2048, device="cuda")
