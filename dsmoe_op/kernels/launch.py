@@ -156,11 +156,11 @@ class Recording:
         if compiled is not None and hasattr(compiled, "result"):
             compiled = compiled.result()
         if compiled is None or not _takes_what_is_known(kernel, compiled, len(args)):
-            self.launches.append(Direct(kernel, grid, operator.itemgetter(*places), meta, descriptors))
+            self.launches.append(Direct(kernel, grid, _picker(places), meta, descriptors))
             return
         # The launcher wants a value for each constexpr, and looks at none.
         places += [self._place(None)] * (len(kernel.arg_names) - len(args))
-        self.launches.append(Bound(compiled, grid, operator.itemgetter(*places), descriptors))
+        self.launches.append(Bound(compiled, grid, _picker(places), descriptors))
 
     def _place(self, value: Any) -> int:
         if isinstance(value, Tensor):
@@ -175,6 +175,13 @@ class Recording:
 
 
 _recording: contextvars.ContextVar[Recording | None] = contextvars.ContextVar("recording", default=None)
+
+
+def _picker(places: list[int]) -> Callable[[Table], Sequence[Any]]:
+    """What takes these places of a table. An itemgetter of one place would give what is there, not a tuple of it."""
+    if len(places) > 1:
+        return operator.itemgetter(*places)
+    return lambda table: tuple(table[place] for place in places)
 
 
 class Bound:
