@@ -10,17 +10,13 @@ from typing import NamedTuple
 from dsmoe_op.cli.profiling import Work
 
 _WORDS = {
-    "shared": "shared",
     "finalize": "finalize",
     "router": "router",
-    "choose": "choose",
-    "sort": "order",
-    "order": "order",
-    "gemm1": "GEMM1",
-    "gemm2": "GEMM2",
+    "route": "choice and order",
+    "gate": "shared",
 }
-"""Word of a kernel's name -> its part; the first that is found counts. Other products are told by their place."""
-_ROUTING = ("router", "choose", "order")
+"""Word of a kernel's name -> its part; the first that is found counts. Products are told by their place."""
+_ROUTING = ("router", "choice and order")
 
 
 class Part(NamedTuple):
