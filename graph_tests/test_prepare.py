@@ -7,6 +7,7 @@ its tensors, which of them are absent, the integers that Triton specialises on, 
 from __future__ import annotations
 
 import contextlib
+import gc
 import inspect
 import sys
 from typing import Any
@@ -189,3 +190,18 @@ def test_a_kernel_that_fails_to_compile_leaves_the_next_call_fine() -> None:
     with pytest.raises(Failure):
         kernels.compile_together(warm_up)
     kernels.compile_together(lambda: None)
+
+
+def test_no_garbage_is_collected_while_kernels_compile() -> None:
+    """CPython 3.11 may fail to parse a kernel where a collection lets another thread parse one in between."""
+    collects = []
+
+    def warm_up() -> None:
+        collects.append(gc.isenabled())
+        raise ZeroDivisionError
+
+    assert gc.isenabled()
+    with pytest.raises(ZeroDivisionError):
+        kernels.compile_together(warm_up)
+    assert collects == [False]
+    assert gc.isenabled()

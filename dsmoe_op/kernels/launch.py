@@ -10,9 +10,11 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import copy
+import gc
 import inspect
 import operator
 import os
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -83,13 +85,34 @@ def compile_together(warm_up: Callable[[], None]) -> None:
 
     def compile_all() -> None:
         _together.set(compiling)
-        with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as executor, triton.AsyncCompileMode(executor):
+        cores = len(os.sched_getaffinity(0))
+        with _no_collection(), ThreadPoolExecutor(cores) as executor, triton.AsyncCompileMode(executor):
             warm_up()
 
     # In a context of its own: a kernel that fails to compile leaves the mode set, and the next call could not enter it.
     contextvars.Context().run(compile_all)
     for compiled in compiling:
         _load(compiled)
+
+
+@contextlib.contextmanager
+def _no_collection() -> Iterator[None]:
+    """No automatic garbage collection inside.
+
+    In CPython 3.11 a collection may let another thread go on while `ast.parse` builds its tree, which then fails with
+    "AST constructor recursion depth mismatch"; Triton parses each function that it compiles.
+    """
+    with _collection:
+        was_enabled = gc.isenabled()
+        gc.disable()
+        try:
+            yield
+        finally:
+            if was_enabled:
+                gc.enable()
+
+
+_collection = threading.Lock()
 
 
 @contextlib.contextmanager
