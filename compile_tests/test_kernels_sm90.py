@@ -521,3 +521,10 @@ def test_tiles_are_such_as_the_kernels_take(kind):
             assert tile.least_m in (0, 16)
             assert 2 * tile.block_n <= 256 or not tile.tma or tile in (v.gemm2, v.shared_gemm2)  # of the copy engine
             assert not tile.persistent or (tile.block_m == gemm2_persistent.BLOCK_M and tile == v.gemm2)
+
+
+def test_other_gpus_than_hoppers_take_the_second_product_without_gluon(monkeypatch) -> None:
+    w2 = torch.empty(3, 64, 128, dtype=BF16, device="meta")
+    assert gemm2_persistent.takes(w2)
+    monkeypatch.setattr(gemm2_persistent, "_is_hopper", lambda device: False)
+    assert not gemm2_persistent.takes(w2)

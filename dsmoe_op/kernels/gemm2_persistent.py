@@ -44,9 +44,12 @@ _GL_DTYPE = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
 
 
 def takes(w2: Tensor) -> bool:
-    """Whether the copy engine can fetch these weights: contiguous and aligned to 16 bytes, 16 bits wide."""
+    """Whether their GPU has Hopper's matrix unit, and its copy engine can fetch these weights.
+
+    They are contiguous, aligned to 16 bytes, and 16 bits wide.
+    """
     aligned = w2.data_ptr() % 16 == 0 and w2.shape[-1] * w2.element_size() % 16 == 0
-    return w2.dtype in _GL_DTYPE and w2.is_contiguous() and aligned
+    return w2.dtype in _GL_DTYPE and w2.is_contiguous() and aligned and _is_hopper(w2.device)
 
 
 def gemm2_persistent(
@@ -95,6 +98,12 @@ def gemm2_persistent(
 def _descriptor(base: Tensor, shape: list[int], box: list[int]) -> TensorDescriptor:
     layout = gl.NVMMASharedLayout.get_default_for(box, _GL_DTYPE[base.dtype])
     return TensorDescriptor(base, shape, [shape[1], 1], box, layout)
+
+
+@functools.cache
+def _is_hopper(device: torch.device) -> bool:
+    """True for tensors that are on no GPU: their kernels are compiled for one like an H200."""
+    return device.type != "cuda" or torch.cuda.get_device_capability(device) == (9, 0)
 
 
 @functools.cache
