@@ -19,8 +19,12 @@ import torch
 from dsmoe_op.tuning.tables import BUCKETS, Table, bucket, load_table, save_table, shipped
 from dsmoe_op.tuning.tile import Choice, LayerShape, LayerTiles, Tile
 
+__all__ = ["Choice", "LayerShape", "LayerTiles", "Table", "Tile", "load_table", "save_table", "use_table"]
+
 Tiles = tuple[tuple[float, Tile], ...]
 """(most rows, tile), ascending; the last one has no limit."""
+
+ALL = float("inf")
 
 
 class OrderBlock(NamedTuple):
@@ -37,11 +41,6 @@ class RouterTile(NamedTuple):
     columns: int
     """of H in each split but the last, a multiple of the tile's block_k"""
     splits: int
-
-
-__all__ = ["Choice", "LayerShape", "LayerTiles", "Table", "Tile", "load_table", "save_table", "use_table"]
-
-ALL = float("inf")
 
 
 class Routed(NamedTuple):
@@ -283,7 +282,3 @@ def order_chunk(num_slots: int) -> int:
     while chunk * _ORDER_CHUNKS < num_slots:
         chunk *= 2
     return chunk
-
-
-def _pick(table: Tiles, rows: float) -> Tile:
-    return next(tile for most, tile in table if rows <= most)
