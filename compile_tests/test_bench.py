@@ -305,7 +305,7 @@ def test_quartiles_are_of_one_call() -> None:
 
 # --- parts of a profile ---------------------------------------------------------------------------------------------
 
-ROUTED = ("_router_logits", "_choose", "_sort", "_grouped_gemm", "_grouped_gemm")
+ROUTED = ("_router_logits", "_route", "_grouped_gemm", "_persistent_gemm2")
 SHARED = ("_shared_gate", "_grouped_gemm", "_grouped_gemm")
 
 
@@ -324,20 +324,20 @@ def _work(calls: int, *streams: tuple[int, tuple[str, ...]]) -> list[Work]:
 def test_products_on_the_stream_of_the_routing_are_the_routed_experts() -> None:
     found = parts.parts(_work(6, (7, (*ROUTED, "_finalize")), (9, SHARED)), calls=6)
     assert [(p.part, p.stream) for p in found] == [
-        *((part, 7) for part in ("router", "choose", "order", "GEMM1", "GEMM2", "finalize")),
+        *((part, 7) for part in ("router", "choice and order", "GEMM1", "GEMM2", "finalize")),
         *(("shared", 9) for _ in SHARED),
     ]
-    assert [p.us for p in found] == [1, 2, 3, 4, 5, 6, 1, 2, 3]
+    assert [p.us for p in found] == [1, 2, 3, 4, 5, 1, 2, 3]
 
 
 def test_on_one_stream_the_third_and_fourth_product_are_the_shared_experts() -> None:
     found = parts.parts(_work(3, (7, (*ROUTED, *SHARED, "_finalize"))), calls=3)
-    assert [p.part for p in found][3:] == ["GEMM1", "GEMM2", "shared", "shared", "shared", "finalize"]
+    assert [p.part for p in found][2:] == ["GEMM1", "GEMM2", "shared", "shared", "shared", "finalize"]
 
 
 def test_kernels_that_do_not_repeat_are_added_by_name() -> None:
-    work = [Work("_sort", 7, 0, 4), Work("_sort", 7, 5, 7), Work("_choose", 7, 8, 9)]
-    assert [(p.part, p.us) for p in parts.parts(work, calls=2)] == [("order", 3.0), ("choose", 0.5)]
+    work = [Work("_route", 7, 0, 4), Work("_route", 7, 5, 7), Work("_finalize", 7, 8, 9)]
+    assert [(p.part, p.us) for p in parts.parts(work, calls=2)] == [("choice and order", 3.0), ("finalize", 0.5)]
 
 
 # --- arguments ------------------------------------------------------------------------------------------------------
