@@ -32,7 +32,8 @@ def random_tile(block_m: int | None = None) -> Tile:
     m = block_m or 2 ** random.randint(3, 7)
     flags = {name: random.random() < 0.5 for name in ("swap", "tma")}
     numbers = 2 ** random.randint(4, 8), 2 ** random.randint(4, 8), random.choice((4, 8)), random.randint(2, 6)
-    return Tile(m, *numbers, **flags, persistent=m == 128 and random.random() < 0.5, least_m=random.choice((0, 16)))
+    least = random.choice((0, min(16, m)))
+    return Tile(m, *numbers, **flags, persistent=m == 128 and random.random() < 0.5, least_m=least)
 
 
 def random_row(shape: LayerShape, most: float) -> Row:
@@ -186,6 +187,11 @@ def _row(shape: LayerShape) -> Row:
         ("shapes.1.rows.0.overlaps", 0, r"rows\[0\].overlaps: expected true or false, got 0"),
         ("shapes.1.rows.0.gemm1", ..., r"rows\[0\].gemm1: expected a value, got null"),
         ("shapes.1.rows.0.gemm1.block_n", 48, r"gemm1.block_n: expected a power of two, got 48"),
+        ("shapes.1.rows.0.gemm1.block_k", 8, r"gemm1.block_k: expected an integer of at least 16, got 8"),
+        ("shapes.1.rows.0.gemm1.num_warps", 64, r"gemm1.num_warps: expected at most 16, got 64"),
+        ("shapes.1.rows.0.gemm1.num_stages", 99, r"gemm1.num_stages: expected at most 16, got 99"),
+        ("shapes.1.rows.0.gemm1.least_m", 3, r"gemm1.least_m: expected a power of two, got 3"),
+        ("shapes.1.rows.0.gemm1.least_m", 256, r"gemm1.least_m: expected at most block_m, \d+, got 256"),
         ("shapes.1.rows.0.gemm1.num_stages", 1.5, r"gemm1.num_stages: expected an integer of at least 1, got 1.5"),
         ("shapes.1.rows.0.gemm1.num_warps", ..., r"gemm1.num_warps: expected a value"),
         ("shapes.1.rows.0.gemm1.swap", 1, r"gemm1.swap: expected true or false, got 1"),

@@ -105,6 +105,8 @@ def checked(tensors: tuple[Tensor | None, ...], key: str, schedule: str) -> Chec
         tensors: the first fields of a `Layer`; the others are None.
         key: of the call's config.
     """
+    if schedule not in SCHEDULES:  # as a list, say, it would be no part of a key
+        raise ValueError(f"schedule: expected one of {', '.join(map(repr, SCHEDULES))}, got {schedule!r}")
     kind = (key, schedule, *[None if t is None else (t.shape, t.stride(), t.dtype, t.device) for t in tensors])
     found = _checked.get(kind)
     if found is None:

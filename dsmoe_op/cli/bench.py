@@ -305,11 +305,14 @@ def _command(options: argparse.Namespace, parser: argparse.ArgumentParser) -> in
             parser.error(
                 f"argument --schedule: fused needs S a multiple of I, and {shape.name} has {shape.S} and {shape.I}"
             )
-    for path in (options.csv, options.plot):
-        if path is not None and not path.absolute().parent.is_dir():
-            parser.error(
-                f"argument --{'csv' if path is options.csv else 'plot'}: there is no folder {path.absolute().parent}"
-            )
+    for name, path in (("csv", options.csv), ("plot", options.plot)):
+        if path is None:
+            continue
+        folder = path.absolute().parent
+        if not folder.is_dir():
+            parser.error(f"argument --{name}: there is no folder {folder}")
+        if path.is_dir() or not os.access(folder, os.W_OK):
+            parser.error(f"argument --{name}: cannot write {path}")
     against = _against_names(options, device)
     if options.plot:
         plot.check_installed()
@@ -326,12 +329,12 @@ def _command(options: argparse.Namespace, parser: argparse.ArgumentParser) -> in
             cells = _measure(options, device, against, limits)
     finally:
         torch.set_float32_matmul_precision(precision)
-    if options.plot:
-        plot.save(cells, options.plot, _title(found))
     if options.json:
         output.print_json(as_json(cells, found, limits, options.shape))
     else:
         print(report(cells))
+    if options.plot:
+        plot.save(cells, options.plot, _title(found))
     return output.OK if ours_good(cells) else output.WRONG
 
 

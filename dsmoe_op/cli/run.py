@@ -203,7 +203,11 @@ def _command(options: argparse.Namespace, parser: argparse.ArgumentParser) -> in
     if requests[-1] > sizes[-1]:
         parser.error(f"argument --requests: expected at most {sizes[-1]}, the largest size, got {requests[-1]}")
     size = small_models.Size(layers=options.layers, hidden=options.hidden, experts=options.experts)
-    room, length = size.positions - options.tokens - 8, len(options.prompt.encode())
+    try:
+        length = len(options.prompt.encode())
+    except UnicodeEncodeError as error:
+        parser.error(f"argument --prompt: expected UTF-8 text, {error}")
+    room = size.positions - options.tokens - 8
     if length > room:
         parser.error(f"argument --prompt: expected at most {room} bytes, got {length}")
     device = options.device or arguments.device("cuda" if torch.cuda.is_available() else "cpu")

@@ -133,7 +133,7 @@ def _start(path: Path, gpu: str, resume: bool) -> Table:
             raise CommandError(f"--out: {path} exists; --resume goes on with it")
         try:
             old = tuning.load_table(path)
-        except ValueError as error:
+        except (OSError, ValueError) as error:
             raise CommandError(f"--resume: {error}") from None
         if old.gpu != gpu:
             raise CommandError(f"--resume: {path} is of {old.gpu}, and this GPU is {gpu}")

@@ -33,6 +33,15 @@ PARTS = (*GEMMS, "layer")
 """Of what there are times, in microseconds."""
 PERSISTENT_M = 128
 """block_m of a persistent tile."""
+_RANGES = {
+    "block_m": (8, 256),
+    "block_n": (8, 512),
+    "block_k": (16, 512),
+    "num_warps": (1, 16),
+    "num_stages": (1, 16),
+    "least_m": (0, 256),
+}
+"""What numbers of a tile may be. More than a GPU's memory or registers hold is still Triton's to refuse."""
 
 
 def bucket(T: int) -> float:
@@ -101,7 +110,7 @@ def load_table(path: str | os.PathLike[str]) -> Table:
     path = Path(path)
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{path}: expected JSON, {error}") from None
     return _Reader(str(path)).table(value)
 
@@ -182,10 +191,15 @@ class _Reader:
                 if not isinstance(number, bool):
                     self.refuse(f"{at}.{name}", "true or false", number)
                 continue
-            self.integer(number, f"{at}.{name}", least=0 if name in defaults else 1)
-            if (name.startswith("block_") or name == "num_warps") and number & (number - 1):
+            least, most = _RANGES[name]
+            self.integer(number, f"{at}.{name}", least=least)
+            if number > most:
+                self.refuse(f"{at}.{name}", f"at most {most}", number)
+            if name != "num_stages" and number & (number - 1):
                 self.refuse(f"{at}.{name}", "a power of two", number)
         tile = Tile(**value)
+        if tile.least_m > tile.block_m:
+            self.refuse(f"{at}.least_m", f"at most block_m, {tile.block_m}", tile.least_m)
         if tile.persistent and tile.block_m != PERSISTENT_M:
             self.refuse(f"{at}.block_m", f"{PERSISTENT_M}, since it is persistent", tile.block_m)
         return tile
