@@ -148,9 +148,12 @@ def test_unfinalized_calls_have_those_bits_too(block, schedule) -> None:
 @pytest.mark.parametrize("way", WAYS)
 def test_replays_of_layers_in_a_row_have_those_bits_too(block, schedule, way) -> None:
     def layers() -> Tensor:
+        # Two at a time: a layer is about quadratic in its input, so a longer row of them ends in zeros or in NaN.
         y = x
-        for _ in range(12):
-            y = dual_stream_moe(y, **args, schedule=schedule)
+        for _ in range(6):
+            for _ in range(2):
+                y = dual_stream_moe(y, **args, schedule=schedule)
+            y = torch.nn.functional.rms_norm(y, y.shape[-1:])
         return y
 
     for T in TOKENS:
@@ -164,4 +167,6 @@ def test_replays_of_layers_in_a_row_have_those_bits_too(block, schedule, way) ->
                     want = layers()
                 more()
                 graph.replay()
+                assert want.isfinite().all()
+                assert want.any(dim=-1).all()
                 assert torch.equal(out, want), T

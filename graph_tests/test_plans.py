@@ -215,6 +215,10 @@ def test_calls_share_a_plan_only_where_their_launches_differ_in_addresses_alone(
     assert len(kept) > 10
 
 
+_LARGEST_SIZE = 2**20
+"""What is larger among a launch's arguments is an address."""
+
+
 @pytest.mark.parametrize("way", WAYS)
 def test_a_later_call_launches_the_same_on_its_own_tensors(log, way) -> None:
     def addresses_of(x: Tensor, args: dict) -> dict[int, str]:
@@ -223,7 +227,7 @@ def test_a_later_call_launches_the_same_on_its_own_tensors(log, way) -> None:
     def named(x: Tensor, args: dict, out: Tensor) -> list[tuple]:
         names = addresses_of(x, args) | {out.data_ptr(): "out"}
         return [
-            tuple(names.get(a, "buffer") if isinstance(a, int) and a > 2**32 else a for a in entry)
+            tuple(names.get(a, "buffer") if isinstance(a, int) and a > _LARGEST_SIZE else a for a in entry)
             for entry in launches(log)
         ]
 
