@@ -348,12 +348,13 @@ def _tile(
     SWAP: tl.constexpr,
     PRECISION: tl.constexpr,
     INTERPRET: tl.constexpr,
+    STAGES: tl.constexpr = None,
 ):
     """float32 [BLOCK_M, BLOCK_N] of output columns from `column` on.
 
     a_rows_M points to the start of each row of a, also where in_M says that its result is not wanted. w_ptr points to
     the expert's w; or w_desc describes that of all experts. A gated tile has 2 BLOCK_N rows of w, in one product.
-    SWAP puts the rows of w on the matrix unit's longer side.
+    SWAP puts the rows of w on the matrix unit's longer side. STAGES of the loop, where they are not the launch's.
     """
     GATED: tl.constexpr = ACTIVATION is not None and ACTIVATION != "relu2"
     INTERLEAVED: tl.constexpr = GATED and ORDER == "interleaved"
@@ -375,7 +376,7 @@ def _tile(
         sum = tl.zeros([ROWS, BLOCK_M], tl.float32)
     else:
         sum = tl.zeros([BLOCK_M, ROWS], tl.float32)
-    for start in range(0, INNER, BLOCK_K):
+    for start in tl.range(0, INNER, BLOCK_K, num_stages=STAGES):
         if SWAP or INNER % BLOCK_K != 0:
             # Few rows: not to fetch the others is worth a mask.
             in_a = in_M[:, None]
@@ -469,6 +470,7 @@ def _block(
     ZEROS: tl.constexpr,
     PRECISION: tl.constexpr,
     INTERPRET: tl.constexpr,
+    STAGES: tl.constexpr = None,
 ):
     """Rows row..end-1 (at most BLOCK_M) of one expert's product; with ZEROS, zeros from there to out_end.
 
@@ -479,7 +481,7 @@ def _block(
             a_ptr, a_stride, sorted_slot_ptr, weight_on_input_ptr, w_ptr, w_desc, expert, bias_ptr, gate_ptr, out_ptr,
             row, end, out_end, column, K, COLUMNS, INNER, STRIDE_ROW, STRIDE_INNER, ACTIVATION, ORDER, CLAMP,
             CLAMP_AFTER, BLOCK_M // 2, LEAST_M, BLOCK_N, BLOCK_K, SWAP or BLOCK_M // 2 < 64, ZEROS, PRECISION,
-            INTERPRET,
+            INTERPRET, STAGES,
         )  # fmt: skip
     else:
         rows_M = row + tl.arange(0, BLOCK_M)
@@ -515,6 +517,7 @@ def _block(
             SWAP,
             PRECISION,
             INTERPRET,
+            STAGES,
         )
         in_out_M = rows_M < out_end
         if gate_ptr is not None:
