@@ -38,8 +38,9 @@ ONE_LAUNCH_TOKENS = 64
 
 def one_launch(kind: str, most: float, gemm1: Tile, gemm2: Tile) -> bool:
     """Whether calls of at most that many tokens have the routed experts' products in one launch, with these tiles."""
-    plain = not (gemm1.tma or gemm2.tma or gemm1.persistent or gemm2.persistent)
-    return kind == "16bit" and most <= ONE_LAUNCH_TOKENS and plain and gemm1.num_warps == gemm2.num_warps
+    plain = not any(tile.tma or tile.persistent or tile.least_m not in (0, tile.block_m) for tile in (gemm1, gemm2))
+    alike = (gemm1.block_m, gemm1.num_warps) == (gemm2.block_m, gemm2.num_warps)
+    return kind == "16bit" and most <= ONE_LAUNCH_TOKENS and plain and alike
 
 
 class Choice(NamedTuple):
