@@ -976,6 +976,66 @@ def test_finalize_adds_zero_experts_and_nothing_for_ids_without_one(rng):
     close(out[1], 3 * weights[1, 1].double() * y[0].double())
 
 
+# Few tokens' experts in one launch
+
+
+def pairs_of_one_launch() -> list[tuple[Tile, Tile]]:
+    """The heuristic's, and two that a table may have."""
+    pairs = [v[:2] for v in layer_variants("16bit") if v.one_launch]
+    pairs += [
+        (Tile(8, 16, 64, 4, 2, swap=True), Tile(8, 32, 16, 4, 3)),
+        (Tile(64, 32, 32, 8, 2), Tile(64, 64, 32, 8, 2)),
+    ]
+    return list(dict.fromkeys(pairs))
+
+
+@pytest.mark.parametrize("tiles", pairs_of_one_launch(), ids=lambda pair: "-".join(map(tile_id, pair)))
+@pytest.mark.parametrize("columns", [1, 3])
+def test_one_launch_has_the_bits_of_gemm1_gemm2_and_finalize(rng, tiles, columns):
+    """With several blocks of an expert, masked edges, and routed experts alone or beside the shared one."""
+    T, H, I, S, E, K = 40, 272, 48, 80, 5, 3
+    one, two = tiles
+    config = MoEConfig(top_k=K, clamp_routed=0.9, combine="average")
+    w13, w2 = randn(rng, E, 2 * I, H, dtype=FP16, scale=0.2), randn(rng, E, H, I, dtype=FP16)
+    shared_w13, shared_w2 = randn(rng, 2 * S, H, dtype=FP16, scale=0.2), transposed(randn(rng, H, S, dtype=FP16))
+    w13_bias, w2_bias = randn(rng, E, 2 * I, dtype=FP16), randn(rng, E, H)
+    x, gate, weights = padded_rows(randn(rng, T, H, dtype=FP16)), torch.rand(T, generator=rng), randn(rng, T, K)
+    valid = torch.tensor([T - 3], dtype=torch.int32)
+    ids = some_ids(rng, T, K, E)
+    ids[T - 3 :] = -1
+    for fused, ends in ((False, True), (True, True), (True, False)):
+        rows = order_of(ids, E, one.block_m)
+        outs = []
+        for together in (False, True):
+            h, y = torch.full((T * K, I), NAN, dtype=FP16), torch.full((T * K, H), NAN, dtype=FP16)
+            h_shared, shared = torch.full((T, S), NAN, dtype=FP16), torch.full((T, H), NAN, dtype=FP16)
+            out = torch.full((T, H), NAN, dtype=FP16)
+            first = {"w13": w13, "w13_bias": w13_bias, "h_NI": h}
+            second = {"w2": w2, "w2_bias": w2_bias, "y_NH": y, "zero_tail": not ends}
+            if fused:
+                first |= {"shared_w13": shared_w13, "h_shared_TS": h_shared, "num_valid_tokens": valid}
+                second |= {"shared_w2": shared_w2, "gate_T": gate, "shared_TH": shared}
+            if together:
+                kernels.experts(
+                    x, config=config, tiles=tiles, rows=rows, topk_ids_TK=ids, topk_weights_TK=weights, each=columns,
+                    out_TH=out if ends else None, **first, **second,
+                )  # fmt: skip
+            else:
+                kernels.gemm1(
+                    x, config=config, tile=one, blocks=rows.blocks_3B, sorted_slot_N=rows.sorted_slot_N, **first
+                )
+                second |= {"h_NI": h} | ({"h_shared_TS": h_shared, "num_valid_tokens": valid} if fused else {})
+                kernels.gemm2(config=config, tile=two, blocks=rows.blocks_3B, **second)
+                if ends:
+                    kernels.finalize(
+                        y, ids, weights, rows.row_of_TK, shared if fused else None, None, out, config=config
+                    )
+            outs.append((h[: rows.offsets[-1]], y[: None if not ends else rows.offsets[-1]], shared, out))
+        for apart, got, there in zip(*outs, (True, True, fused, ends), strict=True):
+            assert apart.isfinite().all() or not there
+            assert torch.equal(got, apart) or not there
+
+
 # All together
 
 
@@ -1047,5 +1107,9 @@ def test_zero_tokens_launch_nothing(monkeypatch):
         shared = {"shared_w2": x, "h_shared_TS": x, "shared_TH": x}
         for part in (routed, shared, routed | shared):
             kernels.gemm2(config=config, tile=v.gemm2, **part)
+    kernels.experts(
+        x, config=config, tiles=layer_variants("16bit")[0][:2], rows=rows, w13=torch.empty(E, 32, H),
+        w2=torch.empty(E, H, H), h_NI=x, y_NH=x, topk_ids_TK=ids, topk_weights_TK=weights, out_TH=x,
+    )  # fmt: skip
     kernels.shared_gate(x, torch.empty(1, H), torch.empty(0))
     kernels.finalize(x, ids, weights, ids, None, None, x, config=config)

@@ -335,6 +335,11 @@ def test_on_one_stream_the_third_and_fourth_product_are_the_shared_experts() -> 
     assert [p.part for p in found][2:] == ["GEMM1", "GEMM2", "shared", "shared", "shared", "finalize"]
 
 
+def test_beside_one_launch_of_the_routed_experts_all_products_are_the_shared_experts() -> None:
+    found = parts.parts(_work(3, (7, ("_router_logits", "_route", *SHARED, "_experts"))), calls=3)
+    assert [p.part for p in found][2:] == ["shared", "shared", "shared", "experts"]
+
+
 def test_kernels_that_do_not_repeat_are_added_by_name() -> None:
     work = [Work("_route", 7, 0, 4), Work("_route", 7, 5, 7), Work("_finalize", 7, 8, 9)]
     assert [(p.part, p.us) for p in parts.parts(work, calls=2)] == [("choice and order", 3.0), ("finalize", 0.5)]

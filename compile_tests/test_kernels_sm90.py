@@ -179,6 +179,26 @@ class Layer:
             args |= {"gate_T": None, "num_valid_tokens": None}
         kernels.gemm2(**args)
 
+    def experts(self, form: str, tiles: tuple[Tile, Tile], *, ends: bool, warmup: bool = True, **options: Any) -> None:
+        """One launch of both products; form as in `gemms`, but "shared"."""
+        T, H, I, S, N, width = self.T, self.H, self.I, self.S, self.T * self.config.top_k, 1 + self.config.gated
+        args: dict[str, Any] = {"zero_tail": not ends, "out_TH": self.tensor(T, H) if ends else None}
+        if self.bias:
+            args["w13_bias"] = self.tensor(self.E, width * I, dtype=self.bias)
+            args["w2_bias"] = self.tensor(self.E, H, dtype=self.bias)
+        if form == "fused":
+            args |= {"shared_w13": self.weight(width * S, H), "shared_w2": self.weight(H, S)}
+            args |= {"h_shared_TS": self.tensor(T, S), "gate_T": self.tensor(T, dtype=FP32)}
+            args["num_valid_tokens"] = self.tensor(1, dtype=torch.int32)
+        if form == "fused" or ends:
+            args["shared_TH"] = self.tensor(T, H)
+        kernels.experts(
+            self.x, config=self.config, tiles=tiles, rows=self.rows(tiles[0].block_m),
+            w13=self.weight(self.E, width * I, H), w2=self.weight(self.E, H, I), h_NI=self.tensor(N, I),
+            y_NH=self.tensor(N, H), topk_ids_TK=self.slots(), topk_weights_TK=self.slots(FP32),
+            allow_tf32=self.allow_tf32, warmup=warmup, **args, **options,
+        )  # fmt: skip
+
     def ends(self, warmup: bool = True) -> None:
         T, H, K = self.T, self.H, self.config.top_k
         gate_weight, gate = self.tensor(1, H), self.tensor(T, dtype=FP32)
@@ -326,6 +346,56 @@ def test_the_shared_experts_persistent_gemm2_fits_and_takes_no_gate_and_no_paddi
         assert [one.metadata.name for one in compiled] == ["_grouped_gemm"]
 
 
+def tiles_of_one_launch() -> list[tuple[Tile, Tile]]:
+    """Those of the heuristic, and of the table that the library has."""
+    table = tuning.tables.shipped("NVIDIA H200")
+    assert table is not None
+    chosen = (*tuning.layer_variants("16bit"), *(row.choice.tiles for row in table.rows.values()))
+    return list(dict.fromkeys(tiles[:2] for tiles in chosen if tiles.one_launch))
+
+
+@pytest.mark.parametrize(("form", "ends"), [("routed", False), ("fused", True)])
+def test_the_one_launch_fits_with_as_many_programs_as_gemm1_alone(compiled, tmp_path, form, ends):
+    for sizes in ({"I": 256, "S": 256}, {"H": 2048, "I": 512, "S": 512, "E": 512}):
+        layer = Layer(T=16, **sizes)
+        for tiles in tiles_of_one_launch():
+            compiled.clear()
+            layer.gemm1(form, tiles[0])
+            layer.experts(form, tiles, ends=ends)
+            alone, one = compiled
+            assert one.metadata.name == "_experts"
+            assert "wgmma bf16" in matrix_instructions(one)
+            assert matrix_instructions(one) <= {"wgmma bf16", "mma bf16"}
+            assert {"cp.async.cg.shared.global", "prefetch.global.L2"} <= set(
+                re.findall(r"cp\.async\.cg\.shared\.global|prefetch\.global\.L2", one.asm["ptx"])
+            )
+            assert programs_at_once(one) >= programs_at_once(alone), tiles
+            check_resources(compiled, tmp_path)
+
+
+def programs_at_once(kernel: Any) -> int:
+    """On a multiprocessor of 228 KB of shared memory, by that alone."""
+    return (228 << 10) // (kernel.metadata.shared + 1024)
+
+
+@pytest.mark.parametrize(
+    "layer",
+    [
+        Layer(transposed=True),
+        Layer(config=MoEConfig(top_k=1, apply_router_weight_on_input=True), E=16, bias=BF16),
+        Layer(H=7168 - 48, I=1424, S=2832, bias=FP32, config=MoEConfig(top_k=6, clamp_routed=7.0, activation="gelu")),
+        Layer(bias=BF16, config=MoEConfig(top_k=4, activation="swiglu_oai", w13_order="interleaved", clamp_shared=7.0)),
+        Layer(config=MoEConfig(top_k=12, num_zero_experts=8, activation="relu2"), I=1856, S=3712, E=128, H=2688),
+        Layer(dtype=FP16, config=MoEConfig(top_k=8, combine="average", scale_on="output", routed_scaling_factor=3.0)),
+    ],
+    ids=["transposed", "weight_on_input", "odd_sizes", "interleaved", "not_gated_zero_experts", "fp16"],
+)
+def test_the_one_launch_fits_in_every_layout(compiled, tmp_path, layer):
+    for tiles in {variant[:2] for variant in tuning.layer_variants("16bit") if variant.one_launch}:
+        layer.experts("fused", tiles, ends=True)
+    check_resources(compiled, tmp_path)
+
+
 @pytest.mark.parametrize(
     "change", [{"transposed": True}, {"I": 2056, "S": 2056, "longer_rows": 1}, {"dtype": FP32, "allow_tf32": True}]
 )
@@ -352,8 +422,11 @@ def test_an_early_launch_waits_before_it_touches_memory_and_others_never(compile
         for form in FORMS:
             layer.gemm1(form, tiles.shared_gemm1 if form == "shared" else tiles.gemm1)
             layer.gemm2(form, tiles.shared_gemm2 if form == "shared" else tiles.gemm2)
+        for ends in (False, True):
+            layer.experts("routed", tiles[:2], ends=ends)
+            layer.experts("fused", tiles[:2], ends=ends)
     names = {kernel.metadata.name for kernel in compiled}
-    assert names == {"_router_logits", "_route", "_zero", "_grouped_gemm", "_shared_gate", "_finalize"}
+    assert names == {"_router_logits", "_route", "_zero", "_grouped_gemm", "_experts", "_shared_gate", "_finalize"}
     for kernel in compiled:
         ptx, name = kernel.asm["ptx"], kernel.metadata.name
         assert bool(kernel.metadata.launch_pdl) == early, name
@@ -479,11 +552,15 @@ def float_sums(kernel: Any) -> list[str]:
 
 
 def test_atomics_are_of_integers_alone(compiled):
-    """Of the row order's counts, and of the items that persistent programs take: their order leaves no trace."""
-    Layer(H=256, I=128, S=384, E=16, config=MoEConfig(top_k=4, num_zero_experts=2)).all()
+    """Of the row order's counts, of the items that persistent programs take, and of programs that have come to where
+    others wait: their order leaves no trace."""
+    layer = Layer(H=256, I=128, S=384, E=16, config=MoEConfig(top_k=4, num_zero_experts=2))
+    layer.all()
+    for tiles in tiles_of_one_launch():
+        layer.experts("fused", tiles, ends=True)
     for kernel in compiled:
         found = set(re.findall(r"\b(?:atom|red)\.\S+", kernel.asm["ptx"]))
-        assert not found or kernel.metadata.name in ("_route", "_persistent_gemm2"), found
+        assert not found or kernel.metadata.name in ("_route", "_persistent_gemm2", "_experts"), found
         assert not any(re.search(r"\.b?f(16|32|64)", name) for name in found)
 
 
@@ -511,6 +588,9 @@ def test_whatever_is_chosen_is_among_the_variants(kind):
         for field in LayerTiles._fields[:4]:
             same = {getattr(v, field) for v in variants if v.overlaps == chosen.overlaps}
             assert (S == 0 and field.startswith("shared")) or getattr(chosen, field) in same, (field, chosen)
+        pairs = {v[:2] for v in variants if v[4:] == chosen[4:]}
+        assert chosen[:2] in pairs, chosen
+        assert not chosen.one_launch or (kind == "16bit" and T <= 64)
 
 
 @pytest.mark.parametrize("kind", KINDS)

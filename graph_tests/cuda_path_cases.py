@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import random
+import sys
 from collections.abc import Callable, Iterable
 from typing import ClassVar
 
@@ -26,7 +27,7 @@ from dsmoe_op.schedule import Launch, Step, Wait
 assert INTERPRET
 
 BUFFERS = (
-    "logits", "counters", "offsets", "sorted_slot", "row_of", "blocks", "taken", "slot_ids", "slot_weights",
+    "logits", "counters", "offsets", "sorted_slot", "row_of", "blocks", "taken", "arrivals", "slot_ids", "slot_weights",
     "h", "y", "gate", "shared_h", "shared", "out",
 )  # fmt: skip
 SCHEDULES = ("serial", "dual", "dual_shared_main", "fused")
@@ -129,6 +130,30 @@ def test_16_bit_dtypes_compute_the_reference(way, dtype, limit) -> None:
     assert error(Run(x, args, "dual").issue().out, reference.moe(x, **args)) < limit
 
 
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("name", CONFIGS)
+def test_one_launch_of_the_experts_has_the_bits_of_its_parts(monkeypatch, name, schedule) -> None:
+    """With some tiles of columns, several blocks of an expert, and experts without rows."""
+    for T, columns in ((1, 3), (21, random.choice((1, 2)))):
+        monkeypatch.setattr(sys.modules["dsmoe_op.kernels.experts"], "experts_columns", lambda tiles, n=columns: n)
+        x, args = make(name, random.choice(WAYS), random.choice((torch.float32, torch.float16)), T=T, H=272)
+        for finalized in (True, False):
+            apart, one = (
+                Run(x, args, schedule, finalized=finalized, one_launch=one_launch).issue()
+                for one_launch in (False, True)
+            )
+            assert sum(step.name.startswith(("experts", "fused_experts")) for step in launches_of(one)) == 1
+            assert not any(step.name in ("gemm1", "gemm2", "fused_gemm1", "fused_gemm2") for step in launches_of(one))
+            if finalized:
+                assert same(one.out, apart.out)
+            else:
+                assert all(map(same, one.pieces, apart.pieces))
+
+
+def launches_of(run: Run) -> list[Launch]:
+    return [step for step in run.steps if isinstance(step, Launch)]
+
+
 def interleaved(steps: tuple[Step, ...]) -> list[str]:
     """The launches in a random order among those that two streams may run them in."""
     main = [s for s in steps if isinstance(s, Wait) or s.stream == "main"]
@@ -212,12 +237,14 @@ def check_calls_by_a_plan(schedule: str, draw: Callable[[], tuple[Tensor, dict]]
     assert len(call.plans) == 2
 
 
+@pytest.mark.parametrize("one_launch", [False, True])
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("name", ["scaled_output", "weight_on_input"])
-def test_rows_of_y_after_the_last_experts_are_zeros(name, schedule) -> None:
-    run = Run(*make(name, "topk_ids"), schedule, finalized=False).issue()
+def test_rows_of_y_after_the_last_experts_are_zeros(name, schedule, one_launch) -> None:
+    options = {"finalized": False, "one_launch": one_launch}
+    run = Run(*make(name, "topk_ids"), schedule, **options).issue()
     while (rows := int(run.call.rows.row_of_TK.max()) + 1) == len(run.call.y):  # every expert chosen was of this rank
-        run = Run(*make(name, "topk_ids"), schedule, finalized=False).issue()
+        run = Run(*make(name, "topk_ids"), schedule, **options).issue()
     assert same(run.call.y[rows:], torch.zeros_like(run.call.y[rows:]))
 
 
@@ -239,15 +266,17 @@ def test_no_input_is_written_resized_or_moved(schedule) -> None:
         ("dual", False, "router_weight"),
         ("fused", True, "router_weight"),
         ("fused", False, "topk_ids"),
+        ("serial", True, "router_weight"),
     ],
 )
+@pytest.mark.parametrize("one_launch", [False, True])
 @pytest.mark.parametrize("name", CONFIGS)
-def test_a_launch_touches_what_its_schedule_says_and_nothing_else(name, schedule, finalized, way) -> None:
+def test_a_launch_touches_what_its_schedule_says_and_nothing_else(name, one_launch, schedule, finalized, way) -> None:
     """Each launch once on true tensors, once with garbage in all that it does not declare."""
     x, args = make(name, way)
     while not Run(x, args, "serial").issue().buffers["offsets"][-1]:  # no expert of this rank was chosen
         x, args = make(name, way)
-    run = Run(x, args, schedule, finalized=finalized)
+    run = Run(x, args, schedule, finalized=finalized, one_launch=one_launch)
     tensors = {**run.inputs, **run.buffers}
     for launch in (s for s in run.steps if isinstance(s, Launch)):
         reads, writes, updates = set(launch.reads), set(launch.writes), set(launch.updates)

@@ -23,8 +23,14 @@ needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GP
 CONFIG = MoEConfig(top_k=4, routed_scaling_factor=2.5)
 SIZES = {"H": 256, "E": 16, "I": 128, "S": 384}
 SCHEDULES = ("serial", "dual", "dual_shared_main", "fused")
-LAUNCHES = ("router", "choose_order", "gemm1", "gemm2", "gate", "shared_gemm1", "shared_gemm2", "finalize")
-"""Of one such layer."""
+_DUAL = ("router", "choose_order", "experts", "gate", "shared_gemm1", "shared_gemm2", "finalize")
+LAUNCHES = {
+    "serial": ("router", "choose_order", "gate", "shared_gemm1", "shared_gemm2", "experts_finalize"),
+    "dual": _DUAL,
+    "dual_shared_main": (*_DUAL[3:-1], *_DUAL[:3], _DUAL[-1]),
+    "fused": ("router", "choose_order", "gate", "fused_experts_finalize"),
+}
+"""Of one such layer with few tokens, by schedule."""
 SHARED = {"gate", "shared_gemm1", "shared_gemm2"}
 
 

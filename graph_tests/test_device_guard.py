@@ -64,7 +64,10 @@ def guarded(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     monkeypatch.setattr(cuda, "_on_device", guard)
     monkeypatch.setattr(cuda, "_prepare", lambda kind, launch: launch(warmup=True))
     monkeypatch.setattr(cuda.schedules, "execute", launch)
-    for name in ("router_logits", "choose", "order_rows", "zero_counters", "gemm1", "gemm2", "shared_gate", "finalize"):
+    for name in (
+        "router_logits", "choose", "order_rows", "zero_counters", "gemm1", "gemm2", "experts", "shared_gate",
+        "finalize",
+    ):  # fmt: skip
         monkeypatch.setattr(cuda.kernels, name, launch)
     return inside
 

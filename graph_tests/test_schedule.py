@@ -22,7 +22,7 @@ WAYS = {
 SHARED = ("shared_w13", "shared_w2")
 OPTIONS = (("w13_bias", "w2_bias"), ("num_valid_tokens",), ("expert_map",), ("shared_gate",))
 UNFINALIZED = ("y", "slot_ids", "slot_weights", "row_of")
-ROUTED = {"router", "choose_order", "choose", "zero", "order", "gemm1", "gemm2"}
+ROUTED = {"router", "choose_order", "choose", "zero", "order", "gemm1", "gemm2", "experts"}
 
 
 def presents(*, shared: bool) -> Iterator[frozenset[str]]:
@@ -43,7 +43,7 @@ def plans(*schedules: str) -> tuple[Plan, ...]:
     found: dict[tuple[Step, ...], Plan] = {}
     for schedule, shared in itertools.product(schedules, (True, False)):
         for present in presents(shared=shared):
-            for zero_experts, finalized, alt_first, one_chunk in itertools.product((False, True), repeat=4):
+            for zero_experts, finalized, alt_first, one_chunk, one in itertools.product((False, True), repeat=5):
                 steps = plan(
                     resolve(schedule, has_shared=shared),
                     present,
@@ -51,6 +51,7 @@ def plans(*schedules: str) -> tuple[Plan, ...]:
                     finalized=finalized,
                     alt_first=alt_first,
                     one_chunk=one_chunk,
+                    one_launch=one,
                 )
                 outputs = ("out",) if finalized else (*UNFINALIZED, *(("shared",) if shared else ()))
                 found[steps] = (steps, {*ALWAYS, *present}, outputs)
@@ -89,11 +90,31 @@ def test_the_fork_comes_first_and_the_join_right_before_finalize() -> None:
         assert (steps.count(FORK), steps.count(JOIN)) == (1, 1)
 
 
-def test_finalize_is_the_last_launch_of_every_layer_that_has_it() -> None:
+def test_finalize_is_the_last_launch_of_every_layer_that_has_it_or_a_part_of_the_last() -> None:
     for steps, _, outputs in plans(*ALL):
         names = [s.name for s in launches(steps)]
-        assert names.count("finalize") == ("out" in outputs)
-        assert "finalize" not in names[:-1]
+        assert names[-1].endswith("finalize") == ("out" in outputs)
+        assert not any(name.endswith("finalize") for name in names[:-1])
+        assert (names[-1] in ("experts_finalize", "fused_experts_finalize")) <= (FORK not in steps)
+
+
+def test_one_launch_of_the_experts_leaves_four_launches_on_the_callers_stream_and_three_without_others() -> None:
+    for present in (p for shared in (True, False) for p in presents(shared=shared)):
+        has_shared = "shared_w13" in present
+        for schedule, most in {"dual": 4, "fused": 4, "dual_shared_main": 4, "serial": 6 if has_shared else 3}.items():
+            if has_shared or schedule == "serial":
+                options = {"zero_experts": False, "finalized": True, "one_chunk": True}
+                steps = plan(schedule, present, **options, one_launch=True)
+                assert len(launches(steps, "main")) <= most, steps
+                apart = plan(schedule, present, **options)
+                on_one_stream = schedule in ("serial", "fused")
+                assert len(launches(apart)) - len(launches(steps)) == 1 + on_one_stream, steps
+
+
+def test_without_a_gate_a_fused_layer_is_three_launches() -> None:
+    present = frozenset((*WAYS["router_weight"], *SHARED))
+    steps = plan("fused", present, zero_experts=False, finalized=True, one_launch=True)
+    assert [s.name for s in launches(steps)] == ["router", "choose_order", "fused_experts_finalize"]
 
 
 def test_the_callers_branch_is_issued_first_unless_asked_otherwise() -> None:
@@ -160,7 +181,9 @@ def test_finalize_of_two_streams_is_an_ordinary_launch() -> None:
 
 def test_the_layer_of_the_gpu_tests_has_the_launches_that_they_name() -> None:
     present = frozenset((*WAYS["router_weight"], *SHARED, "shared_gate")) - {"router_bias"}
-    assert tuple(s.name for s in launches(plan("serial", present, zero_experts=False, finalized=True))) == gpu.LAUNCHES
+    for schedule, names in gpu.LAUNCHES.items():
+        steps = plan(schedule, present, zero_experts=False, finalized=True, one_launch=True)
+        assert tuple(s.name for s in launches(steps)) == names
 
 
 def test_no_timing_of_the_streams_changes_a_result() -> None:

@@ -14,6 +14,7 @@ _WORDS = {
     "router": "router",
     "route": "choice and order",
     "gate": "shared",
+    "experts": "experts",
 }
 """Word of a kernel's name -> its part; the first that is found counts. Products are told by their place."""
 _ROUTING = ("router", "choice and order")
@@ -53,9 +54,10 @@ def parts(work: Iterable[Work], calls: int) -> list[Part]:
 
 
 def _labels(names: Sequence[str]) -> list[str]:
-    """Of one stream's kernels: on the stream of the routing the first two products are the routed experts'."""
+    """Of one stream's kernels: on the stream of the routing the first two products are the routed experts', where they
+    are no launch of their own."""
     labels = [_label(name) for name in names]
-    routed = ["GEMM1", "GEMM2"] if set(labels) & set(_ROUTING) else []
+    routed = ["GEMM1", "GEMM2"] if set(labels) & set(_ROUTING) and "experts" not in labels else []
     return [(routed.pop(0) if routed else "shared") if label == "product" else label for label in labels]
 
 
