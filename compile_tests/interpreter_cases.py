@@ -367,20 +367,20 @@ def sort_oracle(ids, weights, expert_map, valid, E, Z):
     return offsets, order, row_of, out_ids, out_weights
 
 
-def empty_rows(T: int, K: int, E: int, block_m: int) -> kernels.Rows:
+def empty_rows(T: int, K: int, E: int, block_m: int, tail: int = 0) -> kernels.Rows:
     def garbage(*shape: int) -> Tensor:
         return torch.full(shape, GARBAGE, dtype=torch.int32)
 
     counters = garbage(kernels.num_counters(T * K, E))
     counters[0] = 0
     tiles = garbage(3, kernels.num_blocks(T * K, E, block_m))
-    return kernels.Rows(garbage(E + 1), garbage(T * K), garbage(T, K), tiles, block_m, counters, garbage(1))
+    return kernels.Rows(garbage(E + 1), garbage(T * K), garbage(T, K), tiles, block_m, tail, counters, garbage(1))
 
 
-def order_rows(ids, weights, expert_map=None, num_valid=None, *, E, Z=0, canonical=True, block_m=16):
+def order_rows(ids, weights, expert_map=None, num_valid=None, *, E, Z=0, canonical=True, block_m=16, tail=0):
     """The rows, and canonical ids and weights."""
     T, K = ids.shape
-    rows = empty_rows(T, K, E, block_m)
+    rows = empty_rows(T, K, E, block_m, tail)
     out_ids, out_weights = torch.full((T, K), GARBAGE, dtype=torch.int32), torch.full((T, K), NAN)
     kernels.order_rows(
         ids, weights, expert_map, num_valid, num_experts=E, num_zero_experts=Z, rows=rows,
@@ -400,15 +400,17 @@ def check_rows(rows: kernels.Rows, want) -> None:
     tiles = []
     for expert, (first, end) in enumerate(itertools.pairwise([*offsets, N])):
         name = expert if expert < len(offsets) - 1 else -1
-        tiles += [(name, row, min(row + B, end)) for row in range(first, end, B)]
+        tail = rows.tail if name >= 0 else 0
+        starts = [row for row in range(first, end, B) if row == first or row + tail < end]
+        tiles += [(name, *ends) for ends in itertools.pairwise([*starts, end])]
     assert len(tiles) <= rows.blocks_3B.shape[1]
     tiles += [(-1, N, N)] * (rows.blocks_3B.shape[1] - len(tiles))
     assert list(map(tuple, rows.blocks_3B.t().tolist())) == tiles
 
 
-def check_order(ids, weights, expert_map=None, valid=None, *, E, Z=0, block_m=16) -> None:
+def check_order(ids, weights, expert_map=None, valid=None, *, E, Z=0, block_m=16, tail=0) -> None:
     num_valid = None if valid is None else torch.tensor([valid], dtype=torch.int32)
-    rows, out_ids, out_weights = order_rows(ids, weights, expert_map, num_valid, E=E, Z=Z, block_m=block_m)
+    rows, out_ids, out_weights = order_rows(ids, weights, expert_map, num_valid, E=E, Z=Z, block_m=block_m, tail=tail)
     want = sort_oracle(ids, weights, expert_map, len(ids) if valid is None else valid, E, Z)
     check_rows(rows, want)
     assert torch.equal(out_ids.long(), want[3])
@@ -433,18 +435,19 @@ def test_rows_are_ordered_by_expert_then_slot(rng, monkeypatch, ids_dtype, block
     check_order(ids, randn(rng, T, K, dtype=BF16), E=E, Z=2, block_m=8)
     check_order(ids, randn(rng, T, K), E=E, Z=1, valid=T // 2, block_m=32)
     check_order(torch.full_like(ids, 3), randn(rng, T, K), E=E, block_m=64)
+    check_order(ids, randn(rng, T, K), E=E, block_m=16, tail=8)
     check_order(torch.full_like(ids, -1), randn(rng, T, K), E=E, block_m=128)
 
 
 @pytest.mark.parametrize(("T", "E", "K"), [(1, 256, 8), (16, 64, 8), (33, 256, 8), (700, 1, 1), (60, 1024, 32)])
-@pytest.mark.parametrize("block_m", [8, 64, 256])
-def test_rows_are_ordered_for_any_number_of_tokens_and_experts(rng, T, E, K, block_m):
+@pytest.mark.parametrize(("block_m", "tail"), [(8, 0), (8, 7), (64, 32), (256, 0)])
+def test_rows_are_ordered_for_any_number_of_tokens_and_experts(rng, T, E, K, block_m, tail):
     """With the blocks and chunks that the sizes choose."""
     ids = torch.rand(T, max(E, K), generator=rng).argsort(1)[:, :K]
-    check_order(ids, randn(rng, T, K), E=E, block_m=block_m)
+    check_order(ids, randn(rng, T, K), E=E, block_m=block_m, tail=tail)
     crowded = torch.where(ids % 3 > 0, ids, E // 2)
     crowded[T // 2 :: 5] = -1
-    check_order(crowded, randn(rng, T, K), E=E, valid=T - T // 7, block_m=block_m)
+    check_order(crowded, randn(rng, T, K), E=E, valid=T - T // 7, block_m=block_m, tail=tail)
 
 
 def test_tiles_are_as_many_as_there_can_be_and_no_more(rng):
@@ -517,8 +520,8 @@ def test_one_launch_of_choice_and_order_is_the_two_in_a_row(rng, monkeypatch, T,
 # Products of the experts
 
 
-def order_of(ids: Tensor, E: int, block_m: int = 16) -> kernels.Rows:
-    rows, _, _ = order_rows(ids, torch.ones(ids.shape), E=E, block_m=block_m)
+def order_of(ids: Tensor, E: int, tile: Tile) -> kernels.Rows:
+    rows, _, _ = order_rows(ids, torch.ones(ids.shape), E=E, block_m=tile.block_m, tail=tile.tail)
     return rows
 
 
@@ -532,7 +535,7 @@ def every_tile(gemm: str) -> list[tuple[torch.dtype, Tile]]:
     found: dict[tuple[torch.dtype, Tile], None] = {}
     for kind in ("16bit", "fp32", "tf32"):
         for v in layer_variants(kind):
-            for tile in (getattr(v, gemm), getattr(v, f"shared_{gemm}")):
+            for tile in (getattr(v, gemm), getattr(v, f"shared_{gemm}"), *([TALL[gemm]] if kind == "16bit" else [])):
                 for tma in (True, False) if kind == "16bit" else (False,):
                     found[FP16 if kind == "16bit" else FP32, tile._replace(tma=tma)] = None
     return list(found)
@@ -542,11 +545,22 @@ def tile_id(value: object) -> str | None:
     if not isinstance(value, Tile):
         return str(value).removeprefix("torch.") if isinstance(value, torch.dtype) else None
     words = [word for word in ("swap", "tma", "persistent") if getattr(value, word)]
-    return "-".join(["x".join(map(str, value[:3])), *words, *([f"least{value.least_m}"] if value.least_m else [])])
+    return "-".join(
+        [
+            "x".join(map(str, value[:3])),
+            *words,
+            *(f"{name}{getattr(value, name)}" for name in ("least_m", "tail") if getattr(value, name)),
+        ]
+    )
 
 
 SMALL = Tile(16, 32, 128, 4, 4, swap=True)
 LARGE = Tile(64, 128, 64, 4, 4, tma=True, least_m=16)
+TALL = {
+    "gemm1": Tile(128, 128, 64, 8, 4, tma=True, least_m=16, tail=64),
+    "gemm2": Tile(128, 256, 64, 8, 3, tma=True, least_m=16, tail=64),
+}
+"""What `tune` may choose beside."""
 
 
 @pytest.fixture
@@ -587,7 +601,7 @@ def some_ids(rng, T: int, K: int, E: int) -> Tensor:
     return ids
 
 
-HEIGHTS = (1, 15, 16, 17, 31, 33, 63, 64, 65, 127, 128, 129)
+HEIGHTS = (1, 15, 16, 17, 31, 33, 63, 64, 65, 127, 128, 129, 192, 193)
 
 
 def ids_of_heights(rng: torch.Generator, without: int = 7) -> Tensor:
@@ -607,7 +621,7 @@ def check_gemm1(
     x, w13 = randn(rng, T, H, dtype=dtype), randn(rng, E, width * I, H, dtype=dtype, scale=0.3)
     w13_bias = randn(rng, E, width * I, dtype=bias) if bias else None
     weights = randn(rng, T, K) if config.apply_router_weight_on_input else None
-    rows = order_of(ids, E, tile.block_m)
+    rows = order_of(ids, E, tile)
     h = torch.full((T * K, I), GARBAGE, dtype=dtype)
     kernels.gemm1(
         padded_rows(x), config=config, tile=tile, w13=form(w13), w13_bias=w13_bias, blocks=rows.blocks_3B,
@@ -714,7 +728,7 @@ def test_weights_come_by_the_copy_engine_where_it_can_fetch_them_and_else_by_poi
 
 def test_experts_that_are_one_and_the_same_come_by_pointers(rng, descriptors):
     x, w13 = randn(rng, 5, 32, dtype=FP16), randn(rng, 1, 2 * 48, 32, dtype=FP16).expand(4, -1, -1)
-    rows, h = order_of(some_ids(rng, 5, 2, 4), 4, 64), torch.full((10, 48), NAN, dtype=FP16)
+    rows, h = order_of(some_ids(rng, 5, 2, 4), 4, LARGE), torch.full((10, 48), NAN, dtype=FP16)
     config = MoEConfig(top_k=2)
     kernels.gemm1(
         x, config=config, tile=LARGE, w13=w13, blocks=rows.blocks_3B, sorted_slot_N=rows.sorted_slot_N, h_NI=h
@@ -731,7 +745,7 @@ def test_gemm_reaches_beyond_2_to_the_31_elements(rng, tile):
     w13 = storage.as_strided((3, 2 * I, H), (apart, H, 1))
     w13.copy_(randn(rng, 3, 2 * I, H, dtype=FP16))
     x = randn(rng, T, H, dtype=FP16)
-    rows = order_of(torch.tensor([[2], [0], [2], [1]], dtype=torch.int32), 3, tile.block_m)
+    rows = order_of(torch.tensor([[2], [0], [2], [1]], dtype=torch.int32), 3, tile)
     for order in ("gate_up", "interleaved"):  # the latter by the copy engine
         h, config = torch.zeros(T, I, dtype=FP16), MoEConfig(top_k=1, w13_order=order)
         kernels.gemm1(
@@ -757,7 +771,7 @@ def check_gemm2(
     tile = tile or tile_of(dtype, T, H, E, K, 0, "gemm2")
     h, w2 = randn(rng, T * K, I, dtype=dtype), randn(rng, E, H, I, dtype=dtype, scale=0.3)
     w2_bias = randn(rng, E, H, dtype=bias) if bias else None
-    rows = order_of(ids, E, tile.block_m)
+    rows = order_of(ids, E, tile)
     end = int(rows.offsets[-1])
     h[end:] = NAN
     y = torch.full((T * K, H), GARBAGE, dtype=dtype)
@@ -894,7 +908,7 @@ def test_one_launch_for_routed_and_shared_equals_two(rng, dtype, tile1, tile2, o
     shared_w13, shared_w2 = randn(rng, 2 * S, H, dtype=dtype), randn(rng, H, S, dtype=dtype)
     for T in (1, 75):
         x, gate, ids = randn(rng, T, H, dtype=dtype), torch.rand(T, generator=rng), some_ids(rng, T, K, E)
-        rows, rows2 = (order_of(ids, E, tile.block_m) for tile in (tile1, tile2))
+        rows, rows2 = (order_of(ids, E, tile) for tile in (tile1, tile2))
         results = []
         for fused in (True, False):
             h, h_shared, y, shared = (torch.full(s, NAN, dtype=dtype) for s in ((T * K, I), (T, S), (T * K, H), (T, H)))
@@ -943,7 +957,7 @@ def test_gate_is_the_sigmoid_of_the_float32_product(rng, x_dtype, gate_dtype, H)
 def test_finalize_sums_a_tokens_rows_and_rounds_once(rng, dtype, with_shared, options):
     T, H, K, E = 7, 1040, 3, 4
     config = MoEConfig(top_k=K, **options)
-    rows = order_of(some_ids(rng, T, K, E), E)
+    rows = order_of(some_ids(rng, T, K, E), E, SMALL)
     row_of = rows.row_of_TK
     y, weights, shared = randn(rng, T * K, H, dtype=dtype), randn(rng, T, K), randn(rng, T, H, dtype=dtype)
     y[rows.offsets[-1] :] = NAN

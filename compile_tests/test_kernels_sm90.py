@@ -111,7 +111,7 @@ class Layer:
 
         E, N = self.E, self.T * self.config.top_k
         blocks, counters = ints(3, kernels.num_blocks(N, E, block_m)), ints(kernels.num_counters(N, E))
-        return kernels.Rows(ints(E + 1), ints(N), self.slots(), blocks, block_m, counters, ints(1))
+        return kernels.Rows(ints(E + 1), ints(N), self.slots(), blocks, block_m, 0, counters, ints(1))
 
     def routing(self, warmup: bool = True) -> None:
         """Each way to route: from hidden_states, from logits, and from ids."""

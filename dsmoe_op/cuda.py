@@ -359,7 +359,9 @@ class _Call:
         self.slot_ids, self.slot_weights = buffers["slot_ids"], buffers["slot_weights"]
         order = (buffers[name] for name in ("offsets", "sorted_slot", "row_of", "blocks", "counters", "taken"))
         offsets, sorted_slot, row_of, blocks, counters, taken = order
-        self.rows = kernels.Rows(offsets, sorted_slot, row_of, blocks, tiles.gemm1.block_m, counters, taken)
+        self.rows = kernels.Rows(
+            offsets, sorted_slot, row_of, blocks, tiles.gemm1.block_m, tiles.gemm1.tail, counters, taken
+        )
         self.h, self.y = buffers["h"], buffers["y"]
         self.gate_T, self.out = buffers.get("gate"), buffers.get("out")
         self.shared_h, self.shared = buffers["shared_h"], buffers["shared"]

@@ -38,6 +38,7 @@ _MANY_ROWS: dict[str, tuple[Tile, ...]] = {
         Tile(128, 128, 64, 8, 4, tma=True, least_m=16),
         Tile(128, 128, 64, 8, 4, least_m=16),
         Tile(128, 128, 64, 8, 3, tma=True, least_m=16),
+        Tile(128, 128, 64, 8, 4, tma=True, least_m=16, tail=64),
         Tile(32, 64, 128, 4, 3, swap=True),
     ),
     "gemm2": (
@@ -46,6 +47,7 @@ _MANY_ROWS: dict[str, tuple[Tile, ...]] = {
         Tile(128, 256, 64, 8, 3, least_m=16),
         Tile(128, 128, 64, 8, 3, least_m=16),
         Tile(128, 256, 64, 8, 3, persistent=True, least_m=16),
+        Tile(128, 256, 64, 8, 3, tma=True, least_m=16, tail=64),
     ),
 }
 _FEW_TOKENS, _FEW = 64, 32
@@ -83,7 +85,7 @@ def _others(name: str, shape: Shape, T: int) -> Iterable[Tile]:
         least = 32 if T <= 256 else 64
     own = [getattr(variant, name) for variant in tuning.layer_variants("16bit")]
     for tile in (*_FEW_ROWS[kernel] * few, *_MANY_ROWS[kernel] * many, *own):
-        if least <= tile.block_m <= most:
+        if least <= tile.block_m <= most and not (shared and tile.tail):
             yield tile
 
 
@@ -106,7 +108,7 @@ KEPT = 0.99
 
 
 def best_tiles(us: Mapping[str, Mapping[Tile, float]], first: LayerTiles) -> LayerTiles | None:
-    """The fastest tiles by the launches' times; gemm1 and gemm2 as a pair of one block_m. None where none is right.
+    """The fastest tiles by the launches' times; gemm1 and gemm2 share a map of blocks. None where none is right.
 
     Args:
         us: microseconds by launch and tile, without those that are wrong or fail.
@@ -116,7 +118,7 @@ def best_tiles(us: Mapping[str, Mapping[Tile, float]], first: LayerTiles) -> Lay
         (a, b): us_a + us_b
         for a, us_a in us["gemm1"].items()
         for b, us_b in us["gemm2"].items()
-        if a.block_m == b.block_m
+        if (a.block_m, a.tail) == (b.block_m, b.tail)
     }
     if not pairs or any(name in us and not us[name] for name in SHARED):
         return None

@@ -28,11 +28,13 @@ class Rows(NamedTuple):
     blocks_3B: Tensor
     """int32 [3, `num_blocks`] contiguous: expert, first row, and the row after the last, of each block of block_m rows.
 
-    Blocks of experts with rows by ascending expert, then those of the rows from offsets[E] to T*K with expert -1, then
-    empty ones (-1, T*K, T*K). An expert's last block ends where its rows do.
+    An expert's last block ends where its rows do, and may have up to `tail` rows more. Blocks of experts with rows by
+    ascending expert, then those of the rows from offsets[E] to T*K with expert -1, then empty ones (-1, T*K, T*K).
     """
     block_m: int
     """A power of two."""
+    tail: int
+    """Less than block_m."""
     counters: Tensor
     """int32 [`num_counters`]: scratch. Zeros where an earlier launch has to leave them so; changed."""
     taken: Tensor
@@ -149,6 +151,7 @@ def order_chunk(
     blocks_ptr,
     num_blocks,
     log_block_m,
+    tail,
     ids_out_ptr,
     weights_out_ptr,
     K: tl.constexpr,
@@ -202,7 +205,7 @@ def order_chunk(
 
     # Blocks: block j of an expert, or of the empty ones, is written by the program j modulo the number of chunks.
     block_m = 1 << log_block_m
-    blocks_E = (total_E + block_m - 1) >> log_block_m
+    blocks_E = tl.where(total_E > 0, tl.maximum((total_E + block_m - 1 - tail) >> log_block_m, 1), 0)
     first_block_E = tl.cumsum(blocks_E, 0) - blocks_E
     most_blocks = tl.max(blocks_E)
     j = index
@@ -212,7 +215,8 @@ def order_chunk(
         row_E = first_E + (j << log_block_m)
         tl.store(block_ptrs, e_E, mask=has_block_E)
         tl.store(block_ptrs + num_blocks, row_E, mask=has_block_E)
-        tl.store(block_ptrs + 2 * num_blocks, tl.minimum(row_E + block_m, first_E + total_E), mask=has_block_E)
+        end_E = tl.where(j == blocks_E - 1, first_E + total_E, row_E + block_m)
+        tl.store(block_ptrs + 2 * num_blocks, end_E, mask=has_block_E)
         j += num_chunks
     first_rest = tl.sum(blocks_E)
     rest = first_rest + index * BLOCK

@@ -184,6 +184,7 @@ def zero_counters(counters: Tensor, *, warmup: bool = False) -> None:
 
 def _order_args(num_slots: int, rows: Rows) -> dict[str, Any]:
     assert rows.block_m & (rows.block_m - 1) == 0, rows.block_m
+    assert 0 <= rows.tail < rows.block_m, rows.tail
     return {
         "counters_ptr": rows.counters,
         "offsets_ptr": rows.offsets,
@@ -196,6 +197,7 @@ def _order_args(num_slots: int, rows: Rows) -> dict[str, Any]:
         "num_chunks": num_chunks(num_slots),
         "num_blocks": rows.blocks_3B.shape[1],
         "log_block_m": rows.block_m.bit_length() - 1,
+        "tail": rows.tail,
     }
 
 
@@ -260,6 +262,7 @@ _ARGUMENTS: tuple[tuple[str, int | None], ...] = (
     ("num_chunks", 0),
     ("num_blocks", 0),
     ("log_block_m", 0),
+    ("tail", 0),
 )
 """The kernel's runtime arguments in order, and what stands for one that a launch has no use for."""
 
@@ -291,6 +294,7 @@ def _zero(counters_ptr, EARLY: tl.constexpr = False, FOLLOWED: tl.constexpr = Fa
         "num_chunks",
         "num_blocks",
         "log_block_m",
+        "tail",
     ],
     do_not_specialize_on_alignment=[
         "router_bias_ptr",
@@ -331,6 +335,7 @@ def _route(
     num_chunks,
     num_blocks,
     log_block_m,
+    tail,
     CHOOSES: tl.constexpr,
     ORDERS: tl.constexpr,
     SPLITS: tl.constexpr,
@@ -470,6 +475,7 @@ def _route(
                 blocks_ptr,
                 num_blocks,
                 log_block_m,
+                tail,
                 ids_out_ptr,
                 weights_out_ptr,
                 K,

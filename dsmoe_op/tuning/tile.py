@@ -17,10 +17,11 @@ class Tile(NamedTuple):
     tma: bool = False  # w is fetched by the copy engine
     persistent: bool = False  # GEMM 2 by `gemm2_persistent` where it takes the weights; block_m is 128 then
     least_m: int = 0  # a block half empty or emptier takes a tile of half the height, down to this many rows; 0: never
+    tail: int = 0  # so many rows more than block_m may an expert's last block have, in a product of their own
 
 
 class LayerTiles(NamedTuple):
-    """Tiles of one call. gemm1 and gemm2 have one block_m, that of the map of blocks."""
+    """Tiles of one call. gemm1 and gemm2 have one block_m and one tail, those of the map of blocks."""
 
     gemm1: Tile
     gemm2: Tile
