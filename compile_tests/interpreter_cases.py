@@ -367,14 +367,15 @@ def sort_oracle(ids, weights, expert_map, valid, E, Z):
     return offsets, order, row_of, out_ids, out_weights
 
 
-def empty_rows(T: int, K: int, E: int, block_m: int, tail: int = 0) -> kernels.Rows:
+def empty_rows(T: int, K: int, E: int, block_m: int, tail: int = 0, arrivals: int = 300) -> kernels.Rows:
     def garbage(*shape: int) -> Tensor:
         return torch.full(shape, GARBAGE, dtype=torch.int32)
 
     counters = garbage(kernels.num_counters(T * K, E))
     counters[0] = 0
     tiles = garbage(3, kernels.num_blocks(T * K, E, block_m))
-    return kernels.Rows(garbage(E + 1), garbage(T * K), garbage(T, K), tiles, block_m, tail, counters, garbage(1))
+    order = garbage(E + 1), garbage(T * K), garbage(T, K), tiles, block_m, tail, counters
+    return kernels.Rows(*order, garbage(1), garbage(arrivals))
 
 
 def order_rows(ids, weights, expert_map=None, num_valid=None, *, E, Z=0, canonical=True, block_m=16, tail=0):
@@ -394,6 +395,7 @@ def check_rows(rows: kernels.Rows, want) -> None:
     N, B = len(rows.sorted_slot_N), rows.block_m
     assert rows.offsets.tolist() == offsets
     assert rows.taken.tolist() == [0]
+    assert not rows.arrivals.any()
     assert rows.sorted_slot_N[: offsets[-1]].tolist() == order
     assert torch.equal(rows.row_of_TK.long(), row_of)
     assert (rows.sorted_slot_N[offsets[-1] :] == GARBAGE).all()
@@ -1041,7 +1043,7 @@ def test_zero_tokens_launch_nothing(monkeypatch):
     def refuse(*args, **kwargs):
         raise AssertionError("launched")
 
-    for name in ("router", "route", "gemm", "gate", "finalize"):
+    for name in ("router", "route", "gemm", "experts", "gate", "finalize"):
         monkeypatch.setattr(sys.modules[f"dsmoe_op.kernels.{name}"], "launch", refuse)
     config, E, K, H = MoEConfig(top_k=2), 4, 2, 16
     x, ids, weights = torch.empty(0, H), torch.empty(0, K, dtype=torch.int32), torch.empty(0, K)

@@ -293,6 +293,11 @@ def test_the_layers_jobs_are_the_launches_of_its_schedules() -> None:
     fused = tune._layer_jobs(shape, [Choice(tiles._replace(overlaps=False), "fused")], True)
     assert [(job.name, job.tile) for job in fused[2:4]] == [("fused_gemm1", a_tile(16)), ("fused_gemm2", a_tile(16))]
     assert not any(job.early or job.followed for job in fused)
+    one = tune._layer_jobs(shape, [Choice(tiles._replace(one_launch=True), "dual")], True)
+    assert [job.name for job in one] == [
+        "router", "choose_order", "experts", "shared_gemm1", "shared_gemm2", "finalize",
+    ]  # fmt: skip
+    assert one[2].tile == tiles[:2]
 
 
 def test_every_bucket_has_a_default_number_of_tokens() -> None:

@@ -42,7 +42,9 @@ def random_tile(blocks: tuple[int, int] | None = None) -> Tile:
 def random_row(shape: LayerShape, most: float) -> Row:
     gemm1 = random_tile()
     shared = (random_tile(), random_tile()) if shape.S else (gemm1, gemm1)
-    tiles = LayerTiles(gemm1, random_tile((gemm1.block_m, gemm1.tail)), *shared, overlaps=random.random() < 0.5)
+    gemm2 = random_tile((gemm1.block_m, gemm1.tail))
+    one_launch = tuning.one_launch(shape.kind, most, gemm1, gemm2)
+    tiles = LayerTiles(gemm1, gemm2, *shared, overlaps=random.random() < 0.5, one_launch=one_launch)
     choice = Choice(tiles, random.choice(SCHEDULES) if shape.S else "serial")
     us = {name: round(random.uniform(1, 99), 2) for name in tables.PARTS}
     return Row(int(min(most, 9999)), choice, us, {**us, "layer": 100.0}, {choice.schedule: us["layer"]})
@@ -120,10 +122,14 @@ def test_what_is_compiled_ahead_covers_all_that_can_be_chosen(kind: str, most: t
     given = (random_table(shape, most=most[::2]), random_table(shape, most=most))
     ahead = tuning.layer_choices(shape, given)
     for name in ("gemm1", "gemm2", "shared_gemm1", "shared_gemm2"):
-        prepared = {(c.schedule, c.tiles.overlaps, getattr(c.tiles, name)) for c in ahead}
+        prepared = {(c.schedule, *c.tiles[4:], getattr(c.tiles, name)) for c in ahead}
         for T in (*range(1, 70), 100, 256, 300, 1025, 4097, 10**5):
             choice = tuning.layer_choice(shape, T, given)
-            assert (choice.schedule, choice.tiles.overlaps, getattr(choice.tiles, name)) in prepared, (T, name)
+            assert (choice.schedule, *choice.tiles[4:], getattr(choice.tiles, name)) in prepared, (T, name)
+    pairs = {(c.schedule, c.tiles.overlaps, c.tiles[:2]) for c in ahead if c.tiles.one_launch}
+    for T in range(1, 70):
+        choice = tuning.layer_choice(shape, T, given)
+        assert not choice.tiles.one_launch or (choice.schedule, choice.tiles.overlaps, choice.tiles[:2]) in pairs, T
 
 
 def test_a_shape_with_all_buckets_compiles_nothing_but_its_rows() -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -203,7 +204,9 @@ class _Plan:
         resolve = functools.partial(schedules.resolve, call.schedule, has_shared=dims.S > 0)
         options = {"zero_experts": config.num_zero_experts > 0, "finalized": finalized}
         one_chunk = kernels.num_chunks(dims.T * dims.K) == 1
-        self.steps = schedules.plan(resolve(auto=auto), present, **options, one_chunk=one_chunk)
+        self.steps = schedules.plan(
+            resolve(auto=auto), present, **options, one_chunk=one_chunk, one_launch=tiles.one_launch
+        )
         inside, outputs = _buffers(layer, dims, config, tiles, finalized)
         self.buffers, self.size = _laid_out(inside)
         self.offsets = tuple(buffer.offset for buffer in self.buffers)
@@ -215,8 +218,7 @@ class _Plan:
         one = _Call(given, dims, config, buffers, tiles, allow_tf32)
         any_T = tuple(Choice(c.tiles, resolve(auto=c.schedule)) for c in tuning.layer_choices(shape, tables))
         plan_of = functools.partial(schedules.plan, present=present, **options)
-        steps_of = {c.schedule: [*plan_of(c.schedule), *plan_of(c.schedule, one_chunk=True)] for c in any_T}
-        _prepare(one.kind(any_T, finalized), functools.partial(one.warm_up, any_T, steps_of))
+        _prepare(one.kind(any_T, finalized), functools.partial(one.warm_up, any_T, plan_of))
 
         recording = kernels.Recording([*(t for t in given if t is not None), *buffers.values()])
         self._launches: dict[str, list[kernels.Bound | kernels.Direct]] = {}
@@ -267,6 +269,7 @@ def _buffers(
     T, H, E, K, I, S, E_routing = dims
     N = T * K
     x, i32, f32 = layer.hidden_states.dtype, torch.int32, torch.float32
+    blocks = kernels.num_blocks(N, E, tiles.gemm1.block_m)
     inside: list[Spec] = []
     if layer.router_weight is not None:
         splits = kernels.router_splits(T, layer.hidden_states.dtype, layer.router_weight)
@@ -274,9 +277,10 @@ def _buffers(
     inside += [
         ("counters", (kernels.num_counters(N, E),), i32),
         ("taken", (1,), i32),
+        ("arrivals", (kernels.num_arrivals(blocks, T, H, tiles.gemm2) if tiles.one_launch else 0,), i32),
         ("offsets", (E + 1,), i32),
         ("sorted_slot", (N,), i32),
-        ("blocks", (3, kernels.num_blocks(N, E, tiles.gemm1.block_m)), i32),
+        ("blocks", (3, blocks), i32),
         ("h", (N, I), x),
     ]
     if layer.shared_gate is not None:
@@ -357,10 +361,10 @@ class _Call:
         if layer.topk_ids is None:
             self.logits = buffers["logits"] if layer.router_logits is None else layer.router_logits
         self.slot_ids, self.slot_weights = buffers["slot_ids"], buffers["slot_weights"]
-        order = (buffers[name] for name in ("offsets", "sorted_slot", "row_of", "blocks", "counters", "taken"))
-        offsets, sorted_slot, row_of, blocks, counters, taken = order
+        order = {name: buffers[name] for name in ("offsets", "counters", "taken", "arrivals")}
+        order |= {"sorted_slot_N": buffers["sorted_slot"], "row_of_TK": buffers["row_of"]}
         self.rows = kernels.Rows(
-            offsets, sorted_slot, row_of, blocks, tiles.gemm1.block_m, tiles.gemm1.tail, counters, taken
+            blocks_3B=buffers["blocks"], block_m=tiles.gemm1.block_m, tail=tiles.gemm1.tail, **order
         )
         self.h, self.y = buffers["h"], buffers["y"]
         self.gate_T, self.out = buffers.get("gate"), buffers.get("out")
@@ -385,26 +389,25 @@ class _Call:
         with kernels.overlapping(step.early and overlaps, step.followed and overlaps):
             self.issue(step.name)
 
-    def warm_up(self, choices: tuple[Choice, ...], steps_of: dict[str, list[schedules.Step]], *, warmup: bool) -> None:
+    def warm_up(
+        self, choices: tuple[Choice, ...], plan_of: Callable[..., tuple[schedules.Step, ...]], *, warmup: bool
+    ) -> None:
         """Compiles and loads what a call like this can launch at any T: any of the choices.
 
         Args:
-            steps_of: by schedule, all steps that it can have at any T; some come twice.
+            plan_of: `schedules.plan` for this call but the schedule, and what depends on T.
         """
         self.warmup = warmup
-        launches = {
-            schedule: dict.fromkeys(step for step in steps if isinstance(step, schedules.Launch))
-            for schedule, steps in steps_of.items()
-        }
-        for schedule, overlaps in dict.fromkeys((schedule, tiles.overlaps) for tiles, schedule in choices):
-            for step in launches[schedule]:
-                if "gemm" not in step.name:
-                    self.issue_step(step, overlaps=overlaps)
-        chosen = self.tiles
+        chosen, done = self.tiles, set()
         for self.tiles, schedule in choices:
-            for step in launches[schedule]:
-                if "gemm" in step.name:
-                    self.issue_step(step, overlaps=self.tiles.overlaps)
+            one_launch, overlaps = self.tiles.one_launch, self.tiles.overlaps
+            plans = (plan_of(schedule, one_launch=one_launch, one_chunk=one_chunk) for one_chunk in (False, True))
+            for step in itertools.chain(*plans):
+                if isinstance(step, schedules.Launch):
+                    key = (step, overlaps, self.tiles if step.name in schedules.TILED else None)
+                    if key not in done:
+                        done.add(key)
+                        self.issue_step(step, overlaps=overlaps)
         self.tiles, self.warmup = chosen, False
 
     def _router(self) -> None:
@@ -507,6 +510,41 @@ class _Call:
 
     def _fused_gemm2(self) -> None:
         self._gemm2(shared=True)
+
+    def _experts(self, *, shared: bool = False, ends: bool = False) -> None:
+        kernels.experts(
+            self.x,
+            config=self.config,
+            tiles=(self.tiles.gemm1, self.tiles.gemm2),
+            rows=self.rows,
+            w13=self.layer.w13,
+            w13_bias=self.w13_bias,
+            w2=self.layer.w2,
+            w2_bias=self.w2_bias,
+            h_NI=self.h,
+            y_NH=self.y,
+            topk_ids_TK=self.slot_ids,
+            topk_weights_TK=self.slot_weights,
+            zero_tail=self.out is None,
+            shared_w13=self.layer.shared_w13 if shared else None,
+            shared_w2=self.layer.shared_w2 if shared else None,
+            h_shared_TS=self.shared_h if shared else None,
+            gate_T=self.gate_T if shared else None,
+            shared_TH=self.shared if self.dims.S else None,
+            num_valid_tokens=self.num_valid_tokens,
+            out_TH=self.out if ends else None,
+            allow_tf32=self.allow_tf32,
+            warmup=self.warmup,
+        )
+
+    def _fused_experts(self) -> None:
+        self._experts(shared=True)
+
+    def _experts_finalize(self) -> None:
+        self._experts(ends=True)
+
+    def _fused_experts_finalize(self) -> None:
+        self._experts(shared=True, ends=True)
 
     def _finalize(self) -> None:
         assert self.out is not None

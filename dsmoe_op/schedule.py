@@ -59,7 +59,7 @@ def resolve(schedule: str, *, has_shared: bool, auto: str = "dual") -> str:
 @functools.lru_cache(maxsize=256)
 def plan(
     schedule: str, present: frozenset[str], *, zero_experts: bool, finalized: bool, one_chunk: bool = False,
-    alt_first: bool = False,
+    alt_first: bool = False, one_launch: bool = False,
 ) -> tuple[Step, ...]:  # fmt: skip
     """The steps of one layer.
 
@@ -71,10 +71,12 @@ def plan(
         one_chunk: the slots are so few that one program orders them, which needs no counters by itself.
         alt_first: issue the side branch before the caller's own. A replayed graph continues a join on the lane of its
             first-recorded parent, so the default keeps to one lane for the caller and one for the side stream.
+        one_launch: the routed experts' products are one launch, which also ends the layer where the caller's stream has
+            all that it takes.
     """
 
     def launch(name: str, reads: str, writes: str, stream: StreamName = "main", updates: str = "") -> Launch:
-        there = (r for r in reads.split() if r not in OPTIONAL or r in present)
+        there = dict.fromkeys(r for r in reads.split() if r not in OPTIONAL or r in present)
         return Launch(name, stream, tuple(there), tuple(writes.split()), tuple(updates.split()))
 
     has_shared, has_gate, fused = "shared_w13" in present, "shared_gate" in present, schedule == "fused"
@@ -83,6 +85,7 @@ def plan(
 
     routed = []
     rows, slots = "offsets sorted_slot row_of blocks taken", "slot_ids slot_weights"
+    rows += " arrivals" if one_launch else ""
     choice = "router_bias correction_bias num_valid_tokens expert_map"
     if "router_weight" in present:
         routed.append(launch("router", "hidden_states router_weight", "logits counters", branch))
@@ -97,28 +100,38 @@ def plan(
         routed.append(launch("order", chosen, f"{slots} {rows}", branch, "" if one_chunk else "counters"))
     gate = [launch("gate", "hidden_states shared_gate", "gate", shared_branch)] if has_gate else []
     gemm1 = "hidden_states w13 w13_bias blocks sorted_slot slot_weights"
-    gemm2 = "h w2 w2_bias blocks offsets"
+    gemm2 = "w2 w2_bias blocks"
     shared1 = "hidden_states shared_w13 num_valid_tokens"
-    shared2 = f"shared_h shared_w2 num_valid_tokens{' gate' if has_gate else ''}"
-    if fused:
-        routed += gate
-        routed.append(launch("fused_gemm1", f"{gemm1} shared_w13 num_valid_tokens", "h shared_h"))
-        routed.append(launch("fused_gemm2", f"{gemm2} {shared2}", "y shared"))
+    shared2 = f"shared_w2 num_valid_tokens{' gate' if has_gate else ''}"
+    sums = f"slot_ids slot_weights row_of{' hidden_states' if zero_experts else ''}"
+    shared = gate
+    if has_shared and not fused:
+        shared.append(launch("shared_gemm1", shared1, "shared_h", shared_branch))
+        shared.append(launch("shared_gemm2", f"shared_h {shared2}", "shared", shared_branch))
+    one_stream = schedule in ("serial", "fused")
+    end = []
+    if finalized and not (one_launch and one_stream):
+        end.append(launch("finalize", f"y {sums}{' shared' if has_shared else ''}", "out"))
+    if one_launch:
+        name, reads, writes = "experts", f"{gemm1} {gemm2}", "h y"
+        if fused:
+            name, reads, writes = "fused_experts", f"{reads} {shared1} {shared2}", f"{writes} shared_h shared"
+        if one_stream:
+            routed, shared = routed + shared, []
+        if finalized and one_stream:
+            name, writes = f"{name}_finalize", f"{writes} out"
+            reads += f" {sums}{' shared' if has_shared and not fused else ''}"
+        routed.append(launch(name, reads, writes, branch, "arrivals"))
+    elif fused:
+        routed += shared
+        routed.append(launch("fused_gemm1", f"{gemm1} {shared1}", "h shared_h"))
+        routed.append(launch("fused_gemm2", f"h {gemm2} offsets shared_h {shared2}", "y shared"))
         shared = []
     else:
         routed.append(launch("gemm1", gemm1, "h", branch))
-        routed.append(launch("gemm2", gemm2, "y", branch, "taken"))
-        shared = gate
-        if has_shared:
-            shared.append(launch("shared_gemm1", shared1, "shared_h", shared_branch))
-            shared.append(launch("shared_gemm2", shared2, "shared", shared_branch))
-    end = []
-    if finalized:
-        reads = "y slot_ids slot_weights row_of"
-        reads += (" shared" if has_shared else "") + (" hidden_states" if zero_experts else "")
-        end.append(launch("finalize", reads, "out"))
+        routed.append(launch("gemm2", f"h {gemm2} offsets", "y", branch, "taken"))
 
-    if schedule in ("serial", "fused"):
+    if one_stream:
         return _overlapping(*routed, *shared, *end)
     on_main, on_alt = (routed, shared) if branch == "main" else (shared, routed)
     first, second = (on_alt, on_main) if alt_first else (on_main, on_alt)
@@ -140,6 +153,13 @@ def _overlapping(*steps: Step) -> tuple[Step, ...]:
         last[step.stream] = i, step
     return tuple(new)
 
+
+TILED = frozenset(
+    f"{prefix}{name}"
+    for prefix in ("", "shared_", "fused_")
+    for name in ("gemm1", "gemm2", "experts", "experts_finalize")
+)
+"""Launches whose tiles are chosen by the layer's sizes."""
 
 OPTIONAL = frozenset(LAYER_FIELDS[3:16])
 """Tensors of a call that may be absent."""

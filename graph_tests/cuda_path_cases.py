@@ -67,13 +67,15 @@ class Run:
     """One call: its buffers by the names that a schedule has for them, and its launches."""
 
     def __init__(
-        self, x: Tensor, args: dict, schedule: str, *, finalized: bool = True, alt_first: bool = False
-    ) -> None:
+        self, x: Tensor, args: dict, schedule: str, *, finalized: bool = True, alt_first: bool = False,
+        one_launch: bool = False,
+    ) -> None:  # fmt: skip
         given = {"hidden_states": x, **args}
         self.layer = Layer(**{name: given.get(name) for name in LAYER_FIELDS})
         config = args["config"]
         dims = checks.check_layer(self.layer, config, schedule)
         tiles = tuning.layer_tiles(tuning.gemm_kind(x.dtype, False), *dims[:4], dims.S)
+        tiles = tiles._replace(one_launch=one_launch)
         specs = itertools.chain(*cuda._buffers(self.layer, dims, config, tiles, finalized))
         buffers = {name: torch.empty(shape, dtype=dtype) for name, shape, dtype in specs}
         self.call = cuda._Call(cuda._normalised(self.layer, dims, LAYER_FIELDS), dims, config, buffers, tiles, False)
@@ -81,8 +83,9 @@ class Run:
         resolved = schedules.resolve(schedule, has_shared=dims.S > 0)
         present = frozenset(self.inputs) & schedules.OPTIONAL
         self.steps: tuple[Step, ...] = schedules.plan(
-            resolved, present, zero_experts=config.num_zero_experts > 0, finalized=finalized, alt_first=alt_first
-        )
+            resolved, present, zero_experts=config.num_zero_experts > 0, finalized=finalized, alt_first=alt_first,
+            one_launch=one_launch,
+        )  # fmt: skip
         self.buffers = buffers
         for tensor in self.buffers.values():
             fill(tensor)

@@ -133,9 +133,11 @@ def directly(x: Tensor, args: dict, schedule: str) -> list[tuple]:
     call = cuda._Call(cuda._normalised(layer, dims, LAYER_FIELDS), dims, config, buffers, tiles, False)
     present = frozenset(n for n in cuda.schedules.OPTIONAL if getattr(layer, n) is not None)
     one_chunk = kernels.num_chunks(dims.T * dims.K) == 1
-    steps = cuda.schedules.plan(schedule, present, zero_experts=False, finalized=True, one_chunk=one_chunk)
+    steps = cuda.schedules.plan(
+        schedule, present, zero_experts=False, finalized=True, one_chunk=one_chunk, one_launch=tiles.one_launch
+    )
     with pytest.MonkeyPatch.context() as patch:
-        for name in ("router", "route", "gemm", "gemm2_persistent", "gate", "finalize"):
+        for name in ("router", "route", "gemm", "gemm2_persistent", "experts", "gate", "finalize"):
             patch.setattr(sys.modules[f"dsmoe_op.kernels.{name}"], "launch", launch)
         for step in steps:
             if isinstance(step, cuda.schedules.Launch):

@@ -43,7 +43,7 @@ class Recorder:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.warm: set[object] = set()
         self.launched: set[object] = set()
-        for name in ("router", "route", "gemm", "gemm2_persistent", "gate", "finalize"):
+        for name in ("router", "route", "gemm", "gemm2_persistent", "experts", "gate", "finalize"):
             monkeypatch.setattr(sys.modules[f"dsmoe_op.kernels.{name}"], "launch", self.launch)
         monkeypatch.setattr(streams, "relaxed_capture", contextlib.nullcontext)
         monkeypatch.setattr(cuda, "_prepared", set())

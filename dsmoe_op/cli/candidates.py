@@ -98,6 +98,7 @@ def schedules(shape: Shape) -> tuple[str, ...]:
 
 def choices(shape: Shape, T: int, best: LayerTiles) -> tuple[Choice, ...]:
     """Layers to time: the heuristic's, and the best tiles in each schedule."""
+    best = best._replace(one_launch=tuning.one_launch("16bit", T, best.gemm1, best.gemm2))
     overlaps = (False, True) if T <= OVERLAPPING_UP_TO else (False,)
     found = [Choice(best._replace(overlaps=o), schedule) for schedule in schedules(shape) for o in overlaps]
     return tuple(dict.fromkeys((heuristic(shape, T), *found)))

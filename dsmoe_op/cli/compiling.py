@@ -39,13 +39,14 @@ class Job(NamedTuple):
     """One launch of a layer.
 
     Attributes:
-        tile: of a product; None for other launches, which compile what they need at any T.
+        tile: of a product, or both where one launch makes both; None for other launches, which compile what they need
+            at any T.
         early, followed: as in `schedule.Launch`, where launches overlap.
     """
 
     shape: Shape
     name: str
-    tile: Tile | None
+    tile: Tile | tuple[Tile, Tile] | None
     early: bool = False
     followed: bool = False
 
@@ -112,9 +113,10 @@ def dims_of(shape: Shape, T: int) -> Dims:
     return Dims(T, shape.H, shape.E, shape.K, shape.I, shape.S, shape.E)
 
 
-def all_of(tile: Tile) -> LayerTiles:
-    """Every product with that tile."""
-    return LayerTiles(tile, tile, tile, tile, overlaps=False)
+def all_of(tile: Tile | tuple[Tile, Tile]) -> LayerTiles:
+    """Every product with that tile; with two, those of GEMM 1 and GEMM 2 in one launch."""
+    one, two = (tile, tile) if isinstance(tile, Tile) else tile
+    return LayerTiles(one, two, one, two, overlaps=False, one_launch=not isinstance(tile, Tile))
 
 
 # --- in a process ---------------------------------------------------------------------------------------------------

@@ -294,11 +294,15 @@ def _layer_jobs(shape: Shape, choices: Sequence[Choice], overlaps: bool) -> list
     """
     jobs = []
     for tiles, schedule in choices:
-        for step in schedules.plan(schedule, _present(shape), zero_experts=False, finalized=True):
+        steps = schedules.plan(
+            schedule, _present(shape), zero_experts=False, finalized=True, one_launch=tiles.one_launch
+        )
+        for step in steps:
             if isinstance(step, schedules.Launch):
                 early, followed = (overlaps and tiles.overlaps and flag for flag in (step.early, step.followed))
                 name = step.name.removeprefix("fused_")
-                jobs.append(Job(shape, step.name, getattr(tiles, name, None), early, followed))
+                tile = tiles[:2] if name.startswith("experts") else getattr(tiles, name, None)
+                jobs.append(Job(shape, step.name, tile, early, followed))
     return jobs
 
 

@@ -9,6 +9,7 @@ what a launcher hands to `launch` follows from shapes, strides, dtypes, alignmen
 those that it was given, or tensor descriptors of them, and no views made inside.
 """
 
+from dsmoe_op.kernels.experts import experts, num_arrivals
 from dsmoe_op.kernels.finalize import finalize
 from dsmoe_op.kernels.gate import shared_gate
 from dsmoe_op.kernels.gemm import gemm1, gemm2
@@ -35,9 +36,11 @@ __all__ = [
     "choose",
     "compile_together",
     "compiling_only",
+    "experts",
     "finalize",
     "gemm1",
     "gemm2",
+    "num_arrivals",
     "num_blocks",
     "num_chunks",
     "num_counters",

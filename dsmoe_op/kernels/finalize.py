@@ -9,6 +9,7 @@ import triton.language as tl
 from torch import Tensor
 
 from dsmoe_op.config import MoEConfig
+from dsmoe_op.kernels.arrivals import wait_for
 from dsmoe_op.kernels.launch import launch, row_stride
 from dsmoe_op.kernels.overlap import begin
 
@@ -68,6 +69,89 @@ def finalize(
     )
 
 
+@triton.jit
+def sum_of_rows(
+    sum,
+    token,
+    there,
+    h,
+    y_ptr,
+    ids_ptr,
+    weights_ptr,
+    row_of_ptr,
+    shared_ptr,
+    x_ptr,
+    x_stride,
+    counter_ptr,
+    count,
+    H: tl.constexpr,
+    K: tl.constexpr,
+    WEIGHT_ON_INPUT: tl.constexpr,
+    ROUTED_SCALE: tl.constexpr,
+    SCALE: tl.constexpr,
+    AT_ONCE: tl.constexpr,
+    CACHE: tl.constexpr,
+):
+    """Columns h of the layer's output in float32, before they are rounded; `sum` are zeros of their shape.
+
+    Of one token (a scalar, and h is of one dim), or of a column of tokens beside a row h. `there` (bool, of the token's
+    shape) says of which tokens rows are read at all; None: of every one. With counter_ptr, y and shared are read when
+    `count` programs have arrived there, and CACHE says how.
+    """
+    # Loads first, the sum after them, so that many rows are under way at once. The barriers hold the assembler to that
+    # order, which it would give up for a few registers.
+    for first in tl.static_range(0, K, AT_ONCE):
+        rows = ()  # type: tuple[Any, ...]
+        weights = ()  # type: tuple[Any, ...]
+        for k in tl.static_range(first, min(K, first + AT_ONCE)):
+            if there is None:
+                rows += (tl.load(row_of_ptr + token * K + k).to(tl.int64),)
+                weights += (tl.load(weights_ptr + token * K + k),)
+            else:
+                rows += (tl.load(row_of_ptr + token * K + k, mask=there, other=-1).to(tl.int64),)
+                weights += (tl.load(weights_ptr + token * K + k, mask=there, other=0.0),)
+        if first == 0 and counter_ptr is not None:
+            wait_for(counter_ptr, count)
+        else:
+            tl.debug_barrier()
+        if first == 0 and shared_ptr is not None:
+            in_shared = h < H
+            if there is not None:
+                in_shared = there & in_shared
+            shared = tl.load(shared_ptr + token * H + h, mask=in_shared, other=0.0, cache_modifier=CACHE)
+        ys = ()  # type: tuple[Any, ...]
+        for k in tl.static_range(min(K - first, AT_ONCE)):
+            in_row = h < tl.where(rows[k] >= 0, H, 0)
+            ys += (tl.load(y_ptr + rows[k] * H + h, mask=in_row, other=0.0, cache_modifier=CACHE),)
+        tl.debug_barrier()
+        for k in tl.static_range(min(K - first, AT_ONCE)):
+            row, weight, y = rows[k], weights[k], ys[k].to(tl.float32)
+            if WEIGHT_ON_INPUT:
+                term = y
+            else:
+                term = weight * y
+            # Selected, not multiplied away: a slot without a row may hold any weight.
+            term = tl.where(row >= 0, term, 0.0)
+            if x_ptr is not None:
+                id_ptrs = ids_ptr + token * K + first + k
+                if there is None:
+                    id = tl.load(id_ptrs)
+                else:
+                    id = tl.load(id_ptrs, mask=there, other=-1)
+                zero_expert = (row < 0) & (id >= 0)
+                x_ptrs = x_ptr + token * x_stride + h
+                x = tl.load(x_ptrs, mask=h < tl.where(zero_expert, H, 0), other=0.0).to(tl.float32)
+                term = tl.where(zero_expert, weight * x, term)
+            sum += term
+    if ROUTED_SCALE != 1.0:
+        sum *= ROUTED_SCALE
+    if shared_ptr is not None:
+        sum += shared.to(tl.float32)
+    if SCALE != 1.0:
+        sum *= SCALE
+    return sum
+
+
 @triton.jit(do_not_specialize_on_alignment=["ids_ptr", "weights_ptr", "row_of_ptr"])
 def _finalize(
     y_ptr,
@@ -91,42 +175,8 @@ def _finalize(
     begin(EARLY, FOLLOWED)
     token = tl.program_id(0).to(tl.int64)
     h_H = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
-    inside_H = h_H < H
-    if shared_ptr is not None:
-        shared_H = tl.load(shared_ptr + token * H + h_H, mask=inside_H, other=0.0)
-    sum_H = tl.zeros([BLOCK_H], tl.float32)
-    # Loads first, the sum after them, so that many rows are under way at once. The barriers hold the assembler to that
-    # order, which it would give up for a few registers.
-    for first in tl.static_range(0, K, AT_ONCE):
-        rows = ()  # type: tuple[Any, ...]
-        weights = ()  # type: tuple[Any, ...]
-        for k in tl.static_range(first, min(K, first + AT_ONCE)):
-            rows += (tl.load(row_of_ptr + token * K + k).to(tl.int64),)
-            weights += (tl.load(weights_ptr + token * K + k),)
-        tl.debug_barrier()
-        ys_H = ()  # type: tuple[Any, ...]
-        for k in tl.static_range(min(K - first, AT_ONCE)):
-            in_row_H = h_H < tl.where(rows[k] >= 0, H, 0)
-            ys_H += (tl.load(y_ptr + rows[k] * H + h_H, mask=in_row_H, other=0.0),)
-        tl.debug_barrier()
-        for k in tl.static_range(min(K - first, AT_ONCE)):
-            row, weight, y_H = rows[k], weights[k], ys_H[k].to(tl.float32)
-            if WEIGHT_ON_INPUT:
-                term_H = y_H
-            else:
-                term_H = weight * y_H
-            # Selected, not multiplied away: a slot without a row may hold any weight.
-            term_H = tl.where(row >= 0, term_H, 0.0)
-            if x_ptr is not None:
-                zero_expert = (row < 0) & (tl.load(ids_ptr + token * K + first + k) >= 0)
-                x_ptrs = x_ptr + token * x_stride + h_H
-                x_H = tl.load(x_ptrs, mask=h_H < tl.where(zero_expert, H, 0), other=0.0).to(tl.float32)
-                term_H = tl.where(zero_expert, weight * x_H, term_H)
-            sum_H += term_H
-    if ROUTED_SCALE != 1.0:
-        sum_H *= ROUTED_SCALE
-    if shared_ptr is not None:
-        sum_H += shared_H.to(tl.float32)
-    if SCALE != 1.0:
-        sum_H *= SCALE
-    tl.store(out_ptr + token * H + h_H, sum_H.to(out_ptr.dtype.element_ty), mask=inside_H)
+    sum_H = sum_of_rows(
+        tl.zeros([BLOCK_H], tl.float32), token, None, h_H, y_ptr, ids_ptr, weights_ptr, row_of_ptr, shared_ptr, x_ptr,
+        x_stride, None, 0, H, K, WEIGHT_ON_INPUT, ROUTED_SCALE, SCALE, AT_ONCE, "",
+    )  # fmt: skip
+    tl.store(out_ptr + token * H + h_H, sum_H.to(out_ptr.dtype.element_ty), mask=h_H < H)

@@ -368,11 +368,13 @@ def _products(
     SWAP: tl.constexpr,
     PRECISION: tl.constexpr,
     INTERPRET: tl.constexpr,
+    STAGES: tl.constexpr = None,
 ):
     """float32 [BLOCK_M, ROWS] of rows of a by rows of w, or [ROWS, BLOCK_M] with SWAP; and [TAIL, ROWS] of the tail's.
 
     a_rows_M points to the start of each row of a, also where in_M says that its result is not wanted. w_ptr points to
     the expert's w; or w_desc describes that of all experts. A gated tile has 2 BLOCK_N rows of w, in one product.
+    STAGES of the loop, where they are not the launch's.
     """
     ROWS: tl.constexpr = 2 * BLOCK_N if GATED else BLOCK_N
     RAGGED: tl.constexpr = INNER % BLOCK_K != 0
@@ -397,7 +399,7 @@ def _products(
     if TAIL > 0:
         tail = tl.zeros([TAIL, ROWS], tl.float32)
         tail_ptrs = a_rows_T[:, None] + d_K[None, :]
-    for start in range(0, INNER, BLOCK_K):
+    for start in tl.range(0, INNER, BLOCK_K, num_stages=STAGES):
         # Few rows: not to fetch the others is worth a mask.
         a = _load_a(a_ptrs, in_M, weight_on_input_M, d_K, INNER - start, SWAP, RAGGED, WEIGHT_ON_INPUT, INTERPRET)
         a_ptrs += BLOCK_K
@@ -534,24 +536,26 @@ def _block(
     ZEROS: tl.constexpr,
     PRECISION: tl.constexpr,
     INTERPRET: tl.constexpr,
+    STAGES: tl.constexpr = None,
 ):
     """Rows row..end-1 (at most BLOCK_M + TAIL) of one expert's product; with ZEROS, zeros from there to out_end.
 
     A block that is half empty or emptier goes to a tile of half the height, down to LEAST_M. SWAP puts the rows of w on
-    the matrix unit's longer side, as the few rows of a tail always are.
+    the matrix unit's longer side. STAGES of the loop, where they are not the launch's.
     """
     if BLOCK_M > LEAST_M and out_end - row <= BLOCK_M // 2:
         _block(
             a_ptr, a_stride, sorted_slot_ptr, weight_on_input_ptr, w_ptr, w_desc, expert, bias_ptr, gate_ptr, out_ptr,
             row, end, out_end, column, K, COLUMNS, INNER, STRIDE_ROW, STRIDE_INNER, ACTIVATION, ORDER, CLAMP,
             CLAMP_AFTER, BLOCK_M // 2, LEAST_M, 0, BLOCK_N, BLOCK_K, SWAP or BLOCK_M // 2 < 64, ZEROS, PRECISION,
-            INTERPRET,
+            INTERPRET, STAGES,
         )  # fmt: skip
     elif TAIL > 0 and out_end - row <= BLOCK_M:
         _block(
             a_ptr, a_stride, sorted_slot_ptr, weight_on_input_ptr, w_ptr, w_desc, expert, bias_ptr, gate_ptr, out_ptr,
             row, end, out_end, column, K, COLUMNS, INNER, STRIDE_ROW, STRIDE_INNER, ACTIVATION, ORDER, CLAMP,
             CLAMP_AFTER, BLOCK_M, BLOCK_M, 0, BLOCK_N, BLOCK_K, SWAP, ZEROS, PRECISION, INTERPRET,
+            STAGES,
         )  # fmt: skip
     else:
         GATED: tl.constexpr = ACTIVATION is not None and ACTIVATION != "relu2"
@@ -566,7 +570,7 @@ def _block(
         sum, tail = _products(
             a_rows_M, in_M, weight_M, a_rows_T, in_T, weight_T, w_ptr, w_desc, expert, column, COLUMNS, INNER,
             STRIDE_ROW, STRIDE_INNER, GATED, GATED and ORDER == "interleaved", weight_on_input_ptr is not None, BLOCK_M,
-            TAIL, BLOCK_N, BLOCK_K, SWAP, PRECISION, INTERPRET,
+            TAIL, BLOCK_N, BLOCK_K, SWAP, PRECISION, INTERPRET, STAGES,
         )  # fmt: skip
         out_MN = _ended(sum, bias_ptr, column, COLUMNS, ACTIVATION, ORDER, CLAMP, CLAMP_AFTER, BLOCK_N, SWAP)
         _store(out_MN, out_ptr, gate_ptr, rows_M, in_M, out_end, column, COLUMNS, ZEROS)

@@ -39,6 +39,8 @@ class Rows(NamedTuple):
     """int32 [`num_counters`]: scratch. Zeros where an earlier launch has to leave them so; changed."""
     taken: Tensor
     """int32 [1]: zero, for `gemm2_persistent` to count its items."""
+    arrivals: Tensor
+    """int32, contiguous: zeros, for `experts` to count its programs. May be empty."""
 
 
 FIRST_COUNT = tl.constexpr(32)
@@ -146,6 +148,8 @@ def order_chunk(
     counts_ptr,
     offsets_ptr,
     taken_ptr,
+    arrivals_ptr,
+    num_arrivals,
     sorted_slot_ptr,
     row_of_ptr,
     blocks_ptr,
@@ -202,6 +206,10 @@ def order_chunk(
         tl.store(offsets_ptr + e_E, first_E, mask=e_E < E)
         tl.store(offsets_ptr + E, num_rows)
         tl.store(taken_ptr, 0)
+    arrival = index * BLOCK
+    while arrival < num_arrivals:
+        tl.store(arrivals_ptr + arrival + b_N, tl.zeros([BLOCK], tl.int32), mask=arrival + b_N < num_arrivals)
+        arrival += num_chunks * BLOCK
 
     # Blocks: block j of an expert, or of the empty ones, is written by the program j modulo the number of chunks.
     block_m = 1 << log_block_m

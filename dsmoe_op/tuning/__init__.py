@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 
 from dsmoe_op.tuning.tables import BUCKETS, Table, bucket, load_table, save_table, shipped
-from dsmoe_op.tuning.tile import Choice, LayerShape, LayerTiles, Tile
+from dsmoe_op.tuning.tile import ONE_LAUNCH_TOKENS, Choice, LayerShape, LayerTiles, Tile, one_launch
 
 __all__ = ["Choice", "LayerShape", "LayerTiles", "Table", "Tile", "load_table", "save_table", "use_table"]
 
@@ -210,28 +210,39 @@ def layer_tiles(kind: str, T: int, H: int, E: int, K: int, S: int) -> LayerTiles
         enough = (t for t in tiles if -(-T // t.block_m) * -(-columns // t.block_n) >= _ENOUGH_PROGRAMS)
         shared.append(next(enough, tiles[-1]))
     overlaps = kind == "16bit" and slots <= OVERLAPPING_SLOTS and rows <= _ROUTED[kind][0].most_rows
-    return LayerTiles(routed.gemm1, routed.gemm2, shared[0], shared[1], overlaps)
+    one = one_launch(kind, T, routed.gemm1, routed.gemm2)
+    return LayerTiles(routed.gemm1, routed.gemm2, shared[0], shared[1], overlaps, one)
 
 
 def layer_variants(kind: str) -> tuple[LayerTiles, ...]:
-    """Tiles that name, between them, every one that `layer_tiles` can choose at any T; some are named twice."""
+    """Tiles that name, between them, every one that `layer_tiles` can choose at any T; some are named twice.
+
+    So too those that can be of one launch, and those that can overlap.
+    """
     routed = _ROUTED[kind]
-    tables = [_SHARED[kernel, kind] for kernel in ("gemm1", "gemm2")]
-    variants = _side_by_side(routed, *([t for _, tiles in table for t in tiles] for table in tables), overlaps=False)
-    if kind == "16bit":
-        first = ([t for most, tiles in table if most <= OVERLAPPING_SLOTS for t in tiles] for table in tables)
-        variants += _side_by_side(routed[:1], *first, overlaps=True)
-    return tuple(variants)
+
+    def variants(routed: Sequence[Routed], most: float, *, overlaps: bool, one: bool) -> list[LayerTiles]:
+        tables = [_SHARED[kernel, kind] for kernel in ("gemm1", "gemm2")]
+        shared = ([tile for limit, tiles in table if limit <= most for tile in tiles] for table in tables)
+        return _side_by_side(routed, *shared, overlaps=overlaps, one=one)
+
+    found = variants(routed, ALL, overlaps=False, one=False)
+    if few := [r for r in routed if one_launch(kind, 1, r.gemm1, r.gemm2)]:
+        found += variants(few, ONE_LAUNCH_TOKENS, overlaps=False, one=True)
+        found += variants(few[:1], OVERLAPPING_SLOTS, overlaps=True, one=True)
+    return tuple(found)
 
 
 def _side_by_side(
-    routed: Sequence[Routed], shared_gemm1: Sequence[Tile], shared_gemm2: Sequence[Tile], *, overlaps: bool
+    routed: Sequence[Routed], shared_gemm1: Sequence[Tile], shared_gemm2: Sequence[Tile], *, overlaps: bool, one: bool
 ) -> list[LayerTiles]:
     def nth(items: Sequence[Any], n: int) -> Any:
         return items[min(n, len(items) - 1)]
 
     return [
-        LayerTiles(nth(routed, n).gemm1, nth(routed, n).gemm2, nth(shared_gemm1, n), nth(shared_gemm2, n), overlaps)
+        LayerTiles(
+            nth(routed, n).gemm1, nth(routed, n).gemm2, nth(shared_gemm1, n), nth(shared_gemm2, n), overlaps, one
+        )
         for n in range(max(len(routed), len(shared_gemm1), len(shared_gemm2)))
     ]
 

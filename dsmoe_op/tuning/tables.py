@@ -21,7 +21,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from dsmoe_op.tuning.tile import Choice, LayerShape, LayerTiles, Tile
+from dsmoe_op.tuning.tile import Choice, LayerShape, LayerTiles, Tile, one_launch
 
 BUCKETS = (1, 4, 16, 64, 256, 1024, 4096, math.inf)
 """The most tokens of each bucket."""
@@ -178,9 +178,10 @@ class _Reader:
             self.refuse(f"{at}.schedule", "'serial', since S=0", schedule)
         if schedule == "fused" and shape.S % shape.I:
             self.refuse(f"{at}.schedule", f"another, since S={shape.S} is no multiple of I={shape.I}", schedule)
+        one = one_launch(shape.kind, most, gemm1, gemm2)
         return Row(
             tokens=tokens,
-            choice=Choice(LayerTiles(gemm1, gemm2, shared[0], shared[1], overlaps), schedule),
+            choice=Choice(LayerTiles(gemm1, gemm2, shared[0], shared[1], overlaps, one), schedule),
             us=self.times(value.get("us", {}), f"{at}.us", PARTS),
             heuristic_us=self.times(value.get("heuristic_us", {}), f"{at}.heuristic_us", PARTS),
             schedules_us=self.times(value.get("schedules_us", {}), f"{at}.schedules_us", SCHEDULES),

@@ -29,6 +29,18 @@ class LayerTiles(NamedTuple):
     shared_gemm2: Tile
     overlaps: bool
     """Whether a launch may start before the one ahead of it on its stream has ended: pays where launches are short."""
+    one_launch: bool = False
+    """Whether the routed experts' products are one launch (`experts`), as `one_launch` says of the other fields."""
+
+
+ONE_LAUNCH_TOKENS = 64
+"""T up to which the products are one launch."""
+
+
+def one_launch(kind: str, most: float, gemm1: Tile, gemm2: Tile) -> bool:
+    """Whether calls of at most that many tokens have the routed experts' products in one launch, with these tiles."""
+    plain = not (gemm1.tma or gemm2.tma or gemm1.persistent or gemm2.persistent)
+    return kind == "16bit" and most <= ONE_LAUNCH_TOKENS and plain and gemm1.num_warps == gemm2.num_warps
 
 
 class Choice(NamedTuple):

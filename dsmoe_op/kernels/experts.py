@@ -1,0 +1,361 @@
+"""Few tokens' experts in one launch: GEMM 1, GEMM 2 and, where nothing else has to be joined before it, the end.
+
+Programs by ascending number:
+
+    [GEMM 1, shared] [GEMM 1, routed] [GEMM 2, column after column: shared and routed blocks] [sums]
+
+The shared expert's are there where it is fused, the sums where the launch ends the layer. A program of GEMM 1 arrives
+at its block's counter; one of GEMM 2 waits there for all columns of its block, and arrives at its column's; the sums of
+some tokens in a column wait for all blocks of it. So each waits for programs of lower numbers alone (`arrivals.py`).
+Different blocks' products, and the sums of the first columns, run side by side where launches would wait for the last
+program. The tiles, and thereby the bits, are those of `gemm1`, `gemm2` and `finalize`.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from dsmoe_op.config import MoEConfig
+from dsmoe_op.kernels.arrivals import arrive, has_come, wait_for
+from dsmoe_op.kernels.finalize import sum_of_rows
+from dsmoe_op.kernels.gemm import _block
+from dsmoe_op.kernels.launch import INTERPRET, launch, row_stride
+from dsmoe_op.kernels.order import Rows
+from dsmoe_op.kernels.overlap import begin
+from dsmoe_op.tuning import Tile
+
+
+def num_arrivals(num_blocks: int, T: int, H: int, gemm2: Tile) -> int:
+    """Counters of a launch: of the routed blocks, of the shared expert's, and of the columns of GEMM 2."""
+    return num_blocks + triton.cdiv(T, gemm2.block_m) + triton.cdiv(H, gemm2.block_n)
+
+
+def experts(
+    x_TH: Tensor,
+    *,
+    config: MoEConfig,
+    tiles: tuple[Tile, Tile],
+    rows: Rows,
+    w13: Tensor,
+    w2: Tensor,
+    h_NI: Tensor,
+    y_NH: Tensor,
+    topk_ids_TK: Tensor,
+    topk_weights_TK: Tensor,
+    w13_bias: Tensor | None = None,
+    w2_bias: Tensor | None = None,
+    zero_tail: bool = False,
+    shared_w13: Tensor | None = None,
+    shared_w2: Tensor | None = None,
+    h_shared_TS: Tensor | None = None,
+    gate_T: Tensor | None = None,
+    shared_TH: Tensor | None = None,
+    num_valid_tokens: Tensor | None = None,
+    out_TH: Tensor | None = None,
+    allow_tf32: bool = False,
+    prefetch: bool = True,
+    warmup: bool = False,
+) -> None:
+    """h and y of the routed experts, those of the shared one where shared_w13 is given, and out where it is.
+
+    Args:
+        tiles: of GEMM 1 and GEMM 2; both with one block_m, that of `rows`, and as many warps, and without the copy
+            engine.
+        rows: as `order_rows` leaves them; `num_arrivals` zeros in arrivals, which are changed.
+        topk_ids_TK, topk_weights_TK: int32 and float32 [T, K], contiguous, as `choose` and `order_rows` leave them.
+        shared_TH: written with shared_w13, else read for out, if there is a shared expert; [T, H] contiguous.
+        prefetch: programs of GEMM 2 that wait ask for their weights meanwhile.
+
+    The others, and what is done with them, as in `gemm1`, `gemm2` and `finalize`.
+    """
+    (T, H), I, K = x_TH.shape, h_NI.shape[1], config.top_k
+    if T == 0:
+        return
+    one, two = tiles
+    assert (one.block_m, one.num_warps) == (two.block_m, two.num_warps)
+    assert one.tail == two.tail == 0
+    assert not any((one.tma, two.tma, two.persistent))
+    fused, ends = shared_w13 is not None, out_TH is not None
+    S = h_shared_TS.shape[1] if fused and h_shared_TS is not None else 0
+    num_blocks, row_blocks = rows.blocks_3B.shape[1], triton.cdiv(T, one.block_m) if fused else 0
+    gemm1_programs = num_blocks * triton.cdiv(I, one.block_n) + row_blocks * triton.cdiv(S, one.block_n)
+    columns = triton.cdiv(H, two.block_n)
+    # 16 bytes of each row for a thread, as in `finalize`.
+    tokens = max(1, 32 * two.num_warps * (16 // y_NH.element_size()) // two.block_n)
+    programs = gemm1_programs + (num_blocks + row_blocks) * columns + (columns * triton.cdiv(T, tokens) if ends else 0)
+    if not warmup:
+        assert rows.block_m == one.block_m
+        assert rows.arrivals.numel() >= num_blocks + row_blocks + columns
+    zero_experts = ends and config.num_zero_experts > 0
+    args = (
+        x_TH,
+        row_stride(x_TH),
+        w13,
+        w13_bias,
+        w2,
+        w2_bias,
+        rows.blocks_3B,
+        num_blocks,
+        rows.sorted_slot_N,
+        topk_weights_TK if config.apply_router_weight_on_input else None,
+        h_NI,
+        y_NH,
+        shared_w13,
+        shared_w2,
+        h_shared_TS if fused else None,
+        gate_T if fused else None,
+        num_valid_tokens if fused else None,
+        shared_TH if fused or ends else None,
+        row_blocks,
+        rows.arrivals,
+        topk_ids_TK if zero_experts else None,
+        topk_weights_TK if ends else None,
+        rows.row_of_TK if ends else None,
+        out_TH,
+        T,
+    )
+    steps = [max(triton.cdiv(n, tile.block_k) for n in of) for tile, of in ((one, (H,)), (two, (I, S)))]
+    stages = [max(2, min(tile.num_stages, n)) for tile, n in zip(tiles, steps, strict=True)]
+    meta = {
+        "K": K,
+        "H": H,
+        "I": I,
+        "S": S,
+        "W13_STRIDES": w13.stride(),
+        "W2_STRIDES": w2.stride(),
+        "SHARED_W13_STRIDES": shared_w13.stride() if shared_w13 is not None else (0, 0),
+        "SHARED_W2_STRIDES": shared_w2.stride() if shared_w2 is not None else (0, 0),
+        "ZERO_TAIL": zero_tail,
+        "ACTIVATION": config.activation,
+        "ORDER": config.w13_order,
+        "CLAMP": config.clamp_routed,
+        "SHARED_CLAMP": config.clamp_shared,
+        "CLAMP_AFTER": config.clamp_after_activation,
+        "WEIGHT_ON_INPUT": config.apply_router_weight_on_input,
+        "ROUTED_SCALE": config.scale_at_end,
+        "SCALE": 0.5 if config.combine == "average" else 1.0,
+        "BLOCK_M": one.block_m,
+        "LEAST_M": tuple(tile.least_m or tile.block_m for tile in tiles),
+        "BLOCK_N": tuple(tile.block_n for tile in tiles),
+        "BLOCK_K": tuple(tile.block_k for tile in tiles),
+        "SWAP": tuple(tile.swap for tile in tiles),
+        "STAGES": tuple(stages),
+        "BLOCK_T": tokens,
+        "AT_ONCE": 8,
+        "PRECISION": "tf32" if allow_tf32 else "ieee",
+        "PREFETCH": prefetch and not INTERPRET,
+        "INTERPRET": INTERPRET,
+        "num_warps": one.num_warps,
+        "num_stages": max(stages),
+    }
+    launch(_experts, (programs,), args, meta, warmup=warmup)
+
+
+@triton.jit
+def _wait(
+    counter_ptr,
+    count,
+    w_ptr,
+    column,
+    ROWS: tl.constexpr,
+    INNER: tl.constexpr,
+    STRIDE: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    PREFETCH: tl.constexpr,
+):
+    """Until h is there. With PREFETCH, the L2 cache is asked meanwhile for the program's rows of w: column.. of ROWS,
+    each with INNER elements side by side."""
+    if PREFETCH:
+        if not has_come(counter_ptr, count):
+            LINE: tl.constexpr = 1024 // w_ptr.dtype.element_ty.primitive_bitwidth  # of 128 bytes
+            LINES: tl.constexpr = triton.next_power_of_2(triton.cdiv(INNER, LINE))
+            row_N = tl.minimum(column + tl.arange(0, BLOCK_N), ROWS - 1).to(tl.int64)
+            d_K = tl.minimum(tl.arange(0, LINES) * LINE, INNER - 1)
+            tl.inline_asm_elementwise(
+                "prefetch.global.L2 [$1]; mov.b32 $0, 0;",
+                "=r,l",
+                [w_ptr + row_N[:, None] * STRIDE + d_K[None, :]],
+                dtype=tl.int32,
+                is_pure=False,
+                pack=1,
+            )
+            wait_for(counter_ptr, count)
+        tl.debug_barrier()
+    else:
+        wait_for(counter_ptr, count)
+
+
+@triton.jit(
+    do_not_specialize=["T", "num_blocks", "row_blocks"],
+    do_not_specialize_on_alignment=[
+        "w13_bias_ptr",
+        "w2_bias_ptr",
+        "weight_on_input_ptr",
+        "num_valid_ptr",
+        "arrivals_ptr",
+        "ids_ptr",
+        "weights_ptr",
+        "row_of_ptr",
+    ],
+)
+def _experts(
+    x_ptr,
+    x_stride,
+    w13_ptr,
+    w13_bias_ptr,
+    w2_ptr,
+    w2_bias_ptr,
+    blocks_ptr,
+    num_blocks,
+    sorted_slot_ptr,
+    weight_on_input_ptr,
+    h_ptr,
+    y_ptr,
+    shared_w13_ptr,
+    shared_w2_ptr,
+    shared_h_ptr,
+    gate_ptr,
+    num_valid_ptr,
+    shared_ptr,
+    row_blocks,
+    arrivals_ptr,
+    ids_ptr,
+    weights_ptr,
+    row_of_ptr,
+    out_ptr,
+    T,
+    K: tl.constexpr,
+    H: tl.constexpr,
+    I: tl.constexpr,
+    S: tl.constexpr,
+    W13_STRIDES: tl.constexpr,
+    W2_STRIDES: tl.constexpr,
+    SHARED_W13_STRIDES: tl.constexpr,
+    SHARED_W2_STRIDES: tl.constexpr,
+    ZERO_TAIL: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    ORDER: tl.constexpr,
+    CLAMP: tl.constexpr,
+    SHARED_CLAMP: tl.constexpr,
+    CLAMP_AFTER: tl.constexpr,
+    WEIGHT_ON_INPUT: tl.constexpr,
+    ROUTED_SCALE: tl.constexpr,
+    SCALE: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    LEAST_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    SWAP: tl.constexpr,
+    STAGES: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    AT_ONCE: tl.constexpr,
+    PRECISION: tl.constexpr,
+    PREFETCH: tl.constexpr,
+    INTERPRET: tl.constexpr,
+    EARLY: tl.constexpr = False,
+    FOLLOWED: tl.constexpr = False,
+):
+    begin(EARLY, FOLLOWED)
+    COLUMNS1: tl.constexpr = triton.cdiv(I, BLOCK_N[0])
+    SHARED_COLUMNS1: tl.constexpr = triton.cdiv(S, BLOCK_N[0])
+    COLUMNS2: tl.constexpr = triton.cdiv(H, BLOCK_N[1])
+    BLOCK_N2: tl.constexpr = BLOCK_N[1]
+    FUSED: tl.constexpr = shared_w13_ptr is not None
+    ZEROS: tl.constexpr = num_valid_ptr is not None
+    program = tl.program_id(0)
+    # A counter for each block, the shared expert's first, then one for each column.
+    routed1 = row_blocks * SHARED_COLUMNS1
+    gemm2 = routed1 + num_blocks * COLUMNS1
+    blocks = row_blocks + num_blocks
+    sums = gemm2 + blocks * COLUMNS2
+    columns_ptr = arrivals_ptr + blocks
+    if program < gemm2:
+        if FUSED:  # noqa: SIM102 (the compiler decides the outer one)
+            if program < routed1:
+                block = program // SHARED_COLUMNS1
+                row = block * BLOCK_M
+                out_end = tl.minimum(row + BLOCK_M, T)
+                end = out_end
+                if num_valid_ptr is not None:
+                    end = tl.minimum(end, tl.load(num_valid_ptr))
+                _block(
+                    x_ptr, x_stride, None, None, shared_w13_ptr, None, 0, None, None, shared_h_ptr, row, end, out_end,
+                    program % SHARED_COLUMNS1 * BLOCK_N[0], K, S, H, SHARED_W13_STRIDES[0], SHARED_W13_STRIDES[1],
+                    ACTIVATION, "gate_up", SHARED_CLAMP, CLAMP_AFTER, BLOCK_M, LEAST_M[0], 0, BLOCK_N[0], BLOCK_K[0],
+                    SWAP[0], ZEROS, PRECISION, INTERPRET, STAGES[0],
+                )  # fmt: skip
+                arrive(arrivals_ptr + block)
+        if program >= routed1:
+            block = (program - routed1) // COLUMNS1
+            expert = tl.load(blocks_ptr + block)
+            row = tl.load(blocks_ptr + num_blocks + block)
+            end = tl.load(blocks_ptr + 2 * num_blocks + block)
+            if expert >= 0:
+                if w13_bias_ptr is not None:
+                    w13_bias_ptr += expert * (I if ACTIVATION == "relu2" else 2 * I)
+                _block(
+                    x_ptr, x_stride, sorted_slot_ptr, weight_on_input_ptr,
+                    w13_ptr + expert.to(tl.int64) * W13_STRIDES[0], None, expert, w13_bias_ptr, None, h_ptr, row, end,
+                    end, (program - routed1) % COLUMNS1 * BLOCK_N[0], K, I, H, W13_STRIDES[1], W13_STRIDES[2],
+                    ACTIVATION, ORDER, CLAMP, CLAMP_AFTER, BLOCK_M, LEAST_M[0], 0, BLOCK_N[0], BLOCK_K[0], SWAP[0],
+                    False, PRECISION, INTERPRET, STAGES[0],
+                )  # fmt: skip
+                arrive(arrivals_ptr + row_blocks + block)
+    elif program < sums:
+        column = (program - gemm2) // blocks * BLOCK_N2
+        block = (program - gemm2) % blocks - row_blocks
+        counter_ptr = arrivals_ptr + row_blocks + block
+        if FUSED:  # noqa: SIM102
+            if block < 0:
+                row = (row_blocks + block) * BLOCK_M
+                out_end = tl.minimum(row + BLOCK_M, T)
+                end = out_end
+                if num_valid_ptr is not None:
+                    end = tl.minimum(end, tl.load(num_valid_ptr))
+                _wait(
+                    counter_ptr, SHARED_COLUMNS1, shared_w2_ptr, column, H, S, SHARED_W2_STRIDES[0], BLOCK_N2,
+                    PREFETCH and SHARED_W2_STRIDES[1] == 1,
+                )  # fmt: skip
+                _block(
+                    shared_h_ptr, S, None, None, shared_w2_ptr, None, 0, None, gate_ptr, shared_ptr, row, end, out_end,
+                    column, K, H, S, SHARED_W2_STRIDES[0], SHARED_W2_STRIDES[1], None, None, None, False, BLOCK_M,
+                    LEAST_M[1], 0, BLOCK_N2, BLOCK_K[1], SWAP[1], ZEROS, PRECISION, INTERPRET, STAGES[1],
+                )  # fmt: skip
+        if block >= 0:
+            expert = tl.load(blocks_ptr + block)
+            row = tl.load(blocks_ptr + num_blocks + block)
+            end = tl.load(blocks_ptr + 2 * num_blocks + block)
+            if expert >= 0:
+                w2_ptr += expert.to(tl.int64) * W2_STRIDES[0]
+                if w2_bias_ptr is not None:
+                    w2_bias_ptr += expert * H
+                _wait(
+                    counter_ptr, COLUMNS1, w2_ptr, column, H, I, W2_STRIDES[1], BLOCK_N2,
+                    PREFETCH and W2_STRIDES[2] == 1,
+                )  # fmt: skip
+                _block(
+                    h_ptr, I, None, None, w2_ptr, None, expert, w2_bias_ptr, None, y_ptr, row, end, end, column, K, H,
+                    I, W2_STRIDES[1], W2_STRIDES[2], None, None, None, False, BLOCK_M, LEAST_M[1], 0, BLOCK_N2,
+                    BLOCK_K[1], SWAP[1], False, PRECISION, INTERPRET, STAGES[1],
+                )  # fmt: skip
+            elif ZERO_TAIL:
+                rows_M = row + tl.arange(0, BLOCK_M)
+                c_N = column + tl.arange(0, BLOCK_N2)
+                out_ptrs = y_ptr + rows_M.to(tl.int64)[:, None] * H + c_N[None, :]
+                zeros_MN = tl.zeros([BLOCK_M, BLOCK_N2], y_ptr.dtype.element_ty)
+                tl.store(out_ptrs, zeros_MN, mask=(rows_M < end)[:, None] & (c_N < H)[None, :])
+        if out_ptr is not None:
+            arrive(columns_ptr + (program - gemm2) // blocks)
+    elif out_ptr is not None:
+        groups = tl.cdiv(T, BLOCK_T)
+        column = (program - sums) // groups
+        t_T = ((program - sums) % groups * BLOCK_T + tl.arange(0, BLOCK_T)).to(tl.int64)[:, None]
+        h_H = (column * BLOCK_N2 + tl.arange(0, BLOCK_N2))[None, :]
+        sum_TH = sum_of_rows(
+            tl.zeros([BLOCK_T, BLOCK_N2], tl.float32), t_T, t_T < T, h_H, y_ptr, ids_ptr, weights_ptr, row_of_ptr,
+            shared_ptr, x_ptr if ids_ptr is not None else None, x_stride, columns_ptr + column, blocks, H, K,
+            WEIGHT_ON_INPUT, ROUTED_SCALE, SCALE, AT_ONCE, ".cg",
+        )  # fmt: skip
+        tl.store(out_ptr + t_T * H + h_H, sum_TH.to(out_ptr.dtype.element_ty), mask=(t_T < T) & (h_H < H))
