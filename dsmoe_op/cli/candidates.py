@@ -12,6 +12,7 @@ from dsmoe_op.tuning.tables import GEMMS, SCHEDULES, SHARED
 
 _FEW_ROWS: dict[str, tuple[Tile, ...]] = {
     "gemm1": (
+        Tile(16, 32, 128, 4, 3, swap=True),
         Tile(16, 32, 128, 4, 4, swap=True),
         Tile(16, 32, 128, 4, 5, swap=True),
         Tile(16, 16, 128, 4, 6, swap=True),
@@ -50,6 +51,11 @@ _MANY_ROWS: dict[str, tuple[Tile, ...]] = {
         Tile(128, 256, 64, 8, 3, tma=True, least_m=16, tail=64),
     ),
 }
+_TOGETHER: tuple[tuple[Tile, Tile], ...] = (
+    (Tile(16, 32, 128, 4, 3, swap=True), Tile(16, 64, 128, 4, 3, swap=True)),
+    (Tile(16, 32, 128, 4, 3, swap=True), Tile(16, 128, 128, 4, 3, swap=True)),
+)
+"""gemm1 and gemm2 of one launch. All its programs have the memory of the larger one, so the best alone may not be best."""
 _FEW_TOKENS, _FEW = 64, 32
 """Up to so many tokens, or expected rows of an expert, tiles for few rows are candidates; above, those for many."""
 OVERLAPPING_UP_TO = 16
@@ -97,10 +103,16 @@ def schedules(shape: Shape) -> tuple[str, ...]:
 
 
 def choices(shape: Shape, T: int, best: LayerTiles) -> tuple[Choice, ...]:
-    """Layers to time: the heuristic's, and the best tiles in each schedule."""
-    best = best._replace(one_launch=tuning.one_launch("16bit", T, best.gemm1, best.gemm2))
+    """Layers to time: the heuristic's, and the best tiles, or pairs for one launch, in each schedule."""
+    one_launch = tuning.one_launch("16bit", T, best.gemm1, best.gemm2)
+    pairs = ((best.gemm1, best.gemm2), *(_TOGETHER if one_launch else ()))
     overlaps = (False, True) if T <= OVERLAPPING_UP_TO else (False,)
-    found = [Choice(best._replace(overlaps=o), schedule) for schedule in schedules(shape) for o in overlaps]
+    found = [
+        Choice(best._replace(gemm1=gemm1, gemm2=gemm2, overlaps=o, one_launch=one_launch), schedule)
+        for gemm1, gemm2 in dict.fromkeys(pairs)
+        for schedule in schedules(shape)
+        for o in overlaps
+    ]
     return tuple(dict.fromkeys((heuristic(shape, T), *found)))
 
 

@@ -55,8 +55,8 @@ class Routed(NamedTuple):
 _ROUTED: dict[str, tuple[Routed, ...]] = {
     # Up to 8 rows the bytes of the weights decide: many programs with deep loads. From 28 on the matrix unit does.
     "16bit": (
-        Routed(8, 160, Tile(16, 32, 128, 4, 4, swap=True), Tile(16, 64, 128, 4, 4, swap=True)),
-        Routed(8, ALL, Tile(16, 32, 128, 4, 4, swap=True), Tile(16, 128, 128, 4, 3, swap=True)),
+        Routed(8, 16, Tile(16, 32, 128, 4, 4, swap=True), Tile(16, 64, 128, 4, 4, swap=True)),
+        Routed(8, ALL, Tile(16, 32, 128, 4, 3, swap=True), Tile(16, 128, 128, 4, 3, swap=True)),
         Routed(28, ALL, Tile(32, 32, 128, 4, 4, swap=True), Tile(32, 64, 128, 4, 3, swap=True)),
         Routed(
             48,
