@@ -55,7 +55,7 @@ _TOGETHER: tuple[tuple[Tile, Tile], ...] = (
     (Tile(16, 32, 128, 4, 3, swap=True), Tile(16, 64, 128, 4, 3, swap=True)),
     (Tile(16, 32, 128, 4, 3, swap=True), Tile(16, 128, 128, 4, 3, swap=True)),
 )
-"""gemm1 and gemm2 of one launch. All its programs have the memory of the larger one, so the best alone may not be best."""
+"""gemm1 and gemm2 of one launch: its programs all have the memory of the larger one, so the best alone may not do."""
 _FEW_TOKENS, _FEW = 64, 32
 """Up to so many tokens, or expected rows of an expert, tiles for few rows are candidates; above, those for many."""
 OVERLAPPING_UP_TO = 16
