@@ -21,6 +21,7 @@ import dsmoe_op.kernels.router as router_module
 from dsmoe_op import kernels, reference
 from dsmoe_op.config import MoEConfig
 from dsmoe_op.kernels.launch import INTERPRET
+from dsmoe_op.kernels.order import num_zeros
 from dsmoe_op.tuning import (
     OrderBlock,
     RouterTile,
@@ -335,10 +336,13 @@ def test_choose_writes_only_what_the_expert_map_has_here(rng):
     assert torch.equal(weights, torch.where(here, want, 0.0))
 
 
-def test_choose_zeroes_the_count_of_arrivals(rng):
-    counters = torch.full((3,), GARBAGE, dtype=torch.int32)
-    choose(randn(rng, 2, 8), MoEConfig(top_k=2), counters=counters)
-    assert counters[0] == 0
+@pytest.mark.parametrize("T", [1, 7, 300])
+def test_choose_zeroes_the_counters_that_a_later_order_needs_so(rng, T):
+    K, E = 5, 70
+    zeros = num_zeros(T * K, E, alone=True)
+    counters = torch.full((kernels.num_counters(T * K, E) + 1,), GARBAGE, dtype=torch.int32)
+    choose(randn(rng, T, E), MoEConfig(top_k=K), counters=counters)
+    assert counters.tolist() == [0] * zeros + [GARBAGE] * (len(counters) - zeros)
 
 
 # Row order
@@ -372,7 +376,7 @@ def empty_rows(T: int, K: int, E: int, block_m: int, tail: int = 0, arrivals: in
         return torch.full(shape, GARBAGE, dtype=torch.int32)
 
     counters = garbage(kernels.num_counters(T * K, E))
-    counters[0] = 0
+    counters[: num_zeros(T * K, E, alone=True)] = 0
     tiles = garbage(3, kernels.num_blocks(T * K, E, block_m))
     order = garbage(E + 1), garbage(T * K), garbage(T, K), tiles, block_m, tail, counters
     return kernels.Rows(*order, garbage(1), garbage(arrivals))
@@ -420,14 +424,15 @@ def check_order(ids, weights, expert_map=None, valid=None, *, E, Z=0, block_m=16
 
 
 def use_order(monkeypatch, block: OrderBlock, chunk: int) -> None:
+    block = block._replace(whole=False)  # several chunks here
     monkeypatch.setattr(route_module, "order_block", lambda num_slots: block)
     for module in (route_module, order_module):
-        monkeypatch.setattr(module, "chunk_size", lambda num_slots: chunk)
+        monkeypatch.setattr(module, "chunk_size", lambda num_slots, alone: chunk)
 
 
 @pytest.mark.parametrize("ids_dtype", [torch.int32, torch.int64])
 @pytest.mark.parametrize("block", order_variants())
-@pytest.mark.parametrize("chunk", [128, 1024])  # several chunks, or one of several blocks
+@pytest.mark.parametrize("chunk", [16, 128, 1024])  # more chunks than make a sum, several, or one of several blocks
 @pytest.mark.parametrize(("T", "K"), [(1, 1), (1, 5), (3, 4), (90, 6)])
 def test_rows_are_ordered_by_expert_then_slot(rng, monkeypatch, ids_dtype, block, chunk, T, K):
     use_order(monkeypatch, block, chunk)
@@ -491,17 +496,23 @@ def test_the_order_leaves_canonical_ids_where_they_are(rng):
     assert out_weights.isnan().all()
 
 
-def test_zero_counters_zeroes_the_count_of_arrivals():
-    counters = torch.full((40,), GARBAGE, dtype=torch.int32)
-    kernels.zero_counters(counters)
-    assert counters[0] == 0
+@pytest.mark.parametrize("T", [1, 300])
+def test_zero_counters_zeroes_what_an_order_needs_so(T):
+    rows, zeros = empty_rows(T, 5, 70, 16), num_zeros(T * 5, 70, alone=True)
+    rows.counters.fill_(GARBAGE)
+    kernels.zero_counters(rows)
+    assert rows.counters.tolist() == [0] * zeros + [GARBAGE] * (len(rows.counters) - zeros)
 
 
-@pytest.mark.parametrize("chunk", [None, 16])
-@pytest.mark.parametrize("T", [1, 2, 3, 40, 90])
-def test_one_launch_of_choice_and_order_is_the_two_in_a_row(rng, monkeypatch, T, chunk):
+@pytest.mark.parametrize("tokens", [1, 3])
+@pytest.mark.parametrize(
+    ("T", "chunk"),
+    [(1, None), (2, 16), (3, None), (40, None), (40, 16), (90, None), (90, 64), (350, 16)],  # 350: tickets
+)
+def test_one_launch_of_choice_and_order_is_the_two_in_a_row(rng, monkeypatch, T, tokens, chunk):
     if chunk:
         use_order(monkeypatch, OrderBlock(16, 1), chunk)
+    monkeypatch.setattr(route_module, "choice_tokens", lambda T, most: min(tokens, most))
     E_routing, K, Z, P = 24, 3, 2, 3
     config = MoEConfig(top_k=K, num_zero_experts=Z, score="softmax", normalize="none")
     expert_map = torch.full((E_routing,), -1, dtype=torch.int32)
