@@ -21,6 +21,7 @@ import dsmoe_op.kernels.router as router_module
 from dsmoe_op import kernels, reference
 from dsmoe_op.config import MoEConfig
 from dsmoe_op.kernels.launch import INTERPRET
+from dsmoe_op.kernels.order import num_zeros
 from dsmoe_op.tuning import (
     OrderBlock,
     RouterTile,
@@ -335,10 +336,13 @@ def test_choose_writes_only_what_the_expert_map_has_here(rng):
     assert torch.equal(weights, torch.where(here, want, 0.0))
 
 
-def test_choose_zeroes_the_count_of_arrivals(rng):
-    counters = torch.full((3,), GARBAGE, dtype=torch.int32)
-    choose(randn(rng, 2, 8), MoEConfig(top_k=2), counters=counters)
-    assert counters[0] == 0
+@pytest.mark.parametrize("T", [1, 7, 300])
+def test_choose_zeroes_the_counters_that_a_later_order_needs_so(rng, T):
+    K, E = 5, 70
+    zeros = num_zeros(T * K, E, alone=True)
+    counters = torch.full((kernels.num_counters(T * K, E) + 1,), GARBAGE, dtype=torch.int32)
+    choose(randn(rng, T, E), MoEConfig(top_k=K), counters=counters)
+    assert counters.tolist() == [0] * zeros + [GARBAGE] * (len(counters) - zeros)
 
 
 # Row order
@@ -367,21 +371,21 @@ def sort_oracle(ids, weights, expert_map, valid, E, Z):
     return offsets, order, row_of, out_ids, out_weights
 
 
-def empty_rows(T: int, K: int, E: int, block_m: int, arrivals: int = 300) -> kernels.Rows:
+def empty_rows(T: int, K: int, E: int, block_m: int, tail: int = 0, arrivals: int = 300) -> kernels.Rows:
     def garbage(*shape: int) -> Tensor:
         return torch.full(shape, GARBAGE, dtype=torch.int32)
 
     counters = garbage(kernels.num_counters(T * K, E))
-    counters[0] = 0
+    counters[: num_zeros(T * K, E, alone=True)] = 0
     tiles = garbage(3, kernels.num_blocks(T * K, E, block_m))
-    order = garbage(E + 1), garbage(T * K), garbage(T, K), tiles, block_m, counters
+    order = garbage(E + 1), garbage(T * K), garbage(T, K), tiles, block_m, tail, counters
     return kernels.Rows(*order, garbage(1), garbage(arrivals))
 
 
-def order_rows(ids, weights, expert_map=None, num_valid=None, *, E, Z=0, canonical=True, block_m=16):
+def order_rows(ids, weights, expert_map=None, num_valid=None, *, E, Z=0, canonical=True, block_m=16, tail=0):
     """The rows, and canonical ids and weights."""
     T, K = ids.shape
-    rows = empty_rows(T, K, E, block_m)
+    rows = empty_rows(T, K, E, block_m, tail)
     out_ids, out_weights = torch.full((T, K), GARBAGE, dtype=torch.int32), torch.full((T, K), NAN)
     kernels.order_rows(
         ids, weights, expert_map, num_valid, num_experts=E, num_zero_experts=Z, rows=rows,
@@ -402,15 +406,17 @@ def check_rows(rows: kernels.Rows, want) -> None:
     tiles = []
     for expert, (first, end) in enumerate(itertools.pairwise([*offsets, N])):
         name = expert if expert < len(offsets) - 1 else -1
-        tiles += [(name, row, min(row + B, end)) for row in range(first, end, B)]
+        tail = rows.tail if name >= 0 else 0
+        starts = [row for row in range(first, end, B) if row == first or row + tail < end]
+        tiles += [(name, *ends) for ends in itertools.pairwise([*starts, end])]
     assert len(tiles) <= rows.blocks_3B.shape[1]
     tiles += [(-1, N, N)] * (rows.blocks_3B.shape[1] - len(tiles))
     assert list(map(tuple, rows.blocks_3B.t().tolist())) == tiles
 
 
-def check_order(ids, weights, expert_map=None, valid=None, *, E, Z=0, block_m=16) -> None:
+def check_order(ids, weights, expert_map=None, valid=None, *, E, Z=0, block_m=16, tail=0) -> None:
     num_valid = None if valid is None else torch.tensor([valid], dtype=torch.int32)
-    rows, out_ids, out_weights = order_rows(ids, weights, expert_map, num_valid, E=E, Z=Z, block_m=block_m)
+    rows, out_ids, out_weights = order_rows(ids, weights, expert_map, num_valid, E=E, Z=Z, block_m=block_m, tail=tail)
     want = sort_oracle(ids, weights, expert_map, len(ids) if valid is None else valid, E, Z)
     check_rows(rows, want)
     assert torch.equal(out_ids.long(), want[3])
@@ -418,14 +424,15 @@ def check_order(ids, weights, expert_map=None, valid=None, *, E, Z=0, block_m=16
 
 
 def use_order(monkeypatch, block: OrderBlock, chunk: int) -> None:
+    block = block._replace(whole=False)  # several chunks here
     monkeypatch.setattr(route_module, "order_block", lambda num_slots: block)
     for module in (route_module, order_module):
-        monkeypatch.setattr(module, "chunk_size", lambda num_slots: chunk)
+        monkeypatch.setattr(module, "chunk_size", lambda num_slots, alone: chunk)
 
 
 @pytest.mark.parametrize("ids_dtype", [torch.int32, torch.int64])
 @pytest.mark.parametrize("block", order_variants())
-@pytest.mark.parametrize("chunk", [128, 1024])  # several chunks, or one of several blocks
+@pytest.mark.parametrize("chunk", [16, 128, 1024])  # more chunks than make a sum, several, or one of several blocks
 @pytest.mark.parametrize(("T", "K"), [(1, 1), (1, 5), (3, 4), (90, 6)])
 def test_rows_are_ordered_by_expert_then_slot(rng, monkeypatch, ids_dtype, block, chunk, T, K):
     use_order(monkeypatch, block, chunk)
@@ -435,18 +442,19 @@ def test_rows_are_ordered_by_expert_then_slot(rng, monkeypatch, ids_dtype, block
     check_order(ids, randn(rng, T, K, dtype=BF16), E=E, Z=2, block_m=8)
     check_order(ids, randn(rng, T, K), E=E, Z=1, valid=T // 2, block_m=32)
     check_order(torch.full_like(ids, 3), randn(rng, T, K), E=E, block_m=64)
+    check_order(ids, randn(rng, T, K), E=E, block_m=16, tail=8)
     check_order(torch.full_like(ids, -1), randn(rng, T, K), E=E, block_m=128)
 
 
 @pytest.mark.parametrize(("T", "E", "K"), [(1, 256, 8), (16, 64, 8), (33, 256, 8), (700, 1, 1), (60, 1024, 32)])
-@pytest.mark.parametrize("block_m", [8, 64, 256])
-def test_rows_are_ordered_for_any_number_of_tokens_and_experts(rng, T, E, K, block_m):
+@pytest.mark.parametrize(("block_m", "tail"), [(8, 0), (8, 7), (64, 32), (256, 0)])
+def test_rows_are_ordered_for_any_number_of_tokens_and_experts(rng, T, E, K, block_m, tail):
     """With the blocks and chunks that the sizes choose."""
     ids = torch.rand(T, max(E, K), generator=rng).argsort(1)[:, :K]
-    check_order(ids, randn(rng, T, K), E=E, block_m=block_m)
+    check_order(ids, randn(rng, T, K), E=E, block_m=block_m, tail=tail)
     crowded = torch.where(ids % 3 > 0, ids, E // 2)
     crowded[T // 2 :: 5] = -1
-    check_order(crowded, randn(rng, T, K), E=E, valid=T - T // 7, block_m=block_m)
+    check_order(crowded, randn(rng, T, K), E=E, valid=T - T // 7, block_m=block_m, tail=tail)
 
 
 def test_tiles_are_as_many_as_there_can_be_and_no_more(rng):
@@ -488,17 +496,23 @@ def test_the_order_leaves_canonical_ids_where_they_are(rng):
     assert out_weights.isnan().all()
 
 
-def test_zero_counters_zeroes_the_count_of_arrivals():
-    counters = torch.full((40,), GARBAGE, dtype=torch.int32)
-    kernels.zero_counters(counters)
-    assert counters[0] == 0
+@pytest.mark.parametrize("T", [1, 300])
+def test_zero_counters_zeroes_what_an_order_needs_so(T):
+    rows, zeros = empty_rows(T, 5, 70, 16), num_zeros(T * 5, 70, alone=True)
+    rows.counters.fill_(GARBAGE)
+    kernels.zero_counters(rows)
+    assert rows.counters.tolist() == [0] * zeros + [GARBAGE] * (len(rows.counters) - zeros)
 
 
-@pytest.mark.parametrize("chunk", [None, 16])
-@pytest.mark.parametrize("T", [1, 2, 3, 40, 90])
-def test_one_launch_of_choice_and_order_is_the_two_in_a_row(rng, monkeypatch, T, chunk):
+@pytest.mark.parametrize("tokens", [1, 3])
+@pytest.mark.parametrize(
+    ("T", "chunk"),
+    [(1, None), (2, 16), (3, None), (40, None), (40, 16), (90, None), (90, 64), (350, 16)],  # 350: tickets
+)
+def test_one_launch_of_choice_and_order_is_the_two_in_a_row(rng, monkeypatch, T, tokens, chunk):
     if chunk:
         use_order(monkeypatch, OrderBlock(16, 1), chunk)
+    monkeypatch.setattr(route_module, "choice_tokens", lambda T, most: min(tokens, most))
     E_routing, K, Z, P = 24, 3, 2, 3
     config = MoEConfig(top_k=K, num_zero_experts=Z, score="softmax", normalize="none")
     expert_map = torch.full((E_routing,), -1, dtype=torch.int32)
@@ -519,8 +533,8 @@ def test_one_launch_of_choice_and_order_is_the_two_in_a_row(rng, monkeypatch, T,
 # Products of the experts
 
 
-def order_of(ids: Tensor, E: int, block_m: int = 16) -> kernels.Rows:
-    rows, _, _ = order_rows(ids, torch.ones(ids.shape), E=E, block_m=block_m)
+def order_of(ids: Tensor, E: int, tile: Tile) -> kernels.Rows:
+    rows, _, _ = order_rows(ids, torch.ones(ids.shape), E=E, block_m=tile.block_m, tail=tile.tail)
     return rows
 
 
@@ -534,7 +548,7 @@ def every_tile(gemm: str) -> list[tuple[torch.dtype, Tile]]:
     found: dict[tuple[torch.dtype, Tile], None] = {}
     for kind in ("16bit", "fp32", "tf32"):
         for v in layer_variants(kind):
-            for tile in (getattr(v, gemm), getattr(v, f"shared_{gemm}")):
+            for tile in (getattr(v, gemm), getattr(v, f"shared_{gemm}"), *([TALL[gemm]] if kind == "16bit" else [])):
                 for tma in (True, False) if kind == "16bit" else (False,):
                     found[FP16 if kind == "16bit" else FP32, tile._replace(tma=tma)] = None
     return list(found)
@@ -544,11 +558,22 @@ def tile_id(value: object) -> str | None:
     if not isinstance(value, Tile):
         return str(value).removeprefix("torch.") if isinstance(value, torch.dtype) else None
     words = [word for word in ("swap", "tma", "persistent") if getattr(value, word)]
-    return "-".join(["x".join(map(str, value[:3])), *words, *([f"least{value.least_m}"] if value.least_m else [])])
+    return "-".join(
+        [
+            "x".join(map(str, value[:3])),
+            *words,
+            *(f"{name}{getattr(value, name)}" for name in ("least_m", "tail") if getattr(value, name)),
+        ]
+    )
 
 
 SMALL = Tile(16, 32, 128, 4, 4, swap=True)
 LARGE = Tile(64, 128, 64, 4, 4, tma=True, least_m=16)
+TALL = {
+    "gemm1": Tile(128, 128, 64, 8, 4, tma=True, least_m=16, tail=64),
+    "gemm2": Tile(128, 256, 64, 8, 3, tma=True, least_m=16, tail=64),
+}
+"""What `tune` may choose beside."""
 
 
 @pytest.fixture
@@ -589,7 +614,7 @@ def some_ids(rng, T: int, K: int, E: int) -> Tensor:
     return ids
 
 
-HEIGHTS = (1, 15, 16, 17, 31, 33, 63, 64, 65, 127, 128, 129)
+HEIGHTS = (1, 15, 16, 17, 31, 33, 63, 64, 65, 127, 128, 129, 192, 193)
 
 
 def ids_of_heights(rng: torch.Generator, without: int = 7) -> Tensor:
@@ -609,7 +634,7 @@ def check_gemm1(
     x, w13 = randn(rng, T, H, dtype=dtype), randn(rng, E, width * I, H, dtype=dtype, scale=0.3)
     w13_bias = randn(rng, E, width * I, dtype=bias) if bias else None
     weights = randn(rng, T, K) if config.apply_router_weight_on_input else None
-    rows = order_of(ids, E, tile.block_m)
+    rows = order_of(ids, E, tile)
     h = torch.full((T * K, I), GARBAGE, dtype=dtype)
     kernels.gemm1(
         padded_rows(x), config=config, tile=tile, w13=form(w13), w13_bias=w13_bias, blocks=rows.blocks_3B,
@@ -716,7 +741,7 @@ def test_weights_come_by_the_copy_engine_where_it_can_fetch_them_and_else_by_poi
 
 def test_experts_that_are_one_and_the_same_come_by_pointers(rng, descriptors):
     x, w13 = randn(rng, 5, 32, dtype=FP16), randn(rng, 1, 2 * 48, 32, dtype=FP16).expand(4, -1, -1)
-    rows, h = order_of(some_ids(rng, 5, 2, 4), 4, 64), torch.full((10, 48), NAN, dtype=FP16)
+    rows, h = order_of(some_ids(rng, 5, 2, 4), 4, LARGE), torch.full((10, 48), NAN, dtype=FP16)
     config = MoEConfig(top_k=2)
     kernels.gemm1(
         x, config=config, tile=LARGE, w13=w13, blocks=rows.blocks_3B, sorted_slot_N=rows.sorted_slot_N, h_NI=h
@@ -733,7 +758,7 @@ def test_gemm_reaches_beyond_2_to_the_31_elements(rng, tile):
     w13 = storage.as_strided((3, 2 * I, H), (apart, H, 1))
     w13.copy_(randn(rng, 3, 2 * I, H, dtype=FP16))
     x = randn(rng, T, H, dtype=FP16)
-    rows = order_of(torch.tensor([[2], [0], [2], [1]], dtype=torch.int32), 3, tile.block_m)
+    rows = order_of(torch.tensor([[2], [0], [2], [1]], dtype=torch.int32), 3, tile)
     for order in ("gate_up", "interleaved"):  # the latter by the copy engine
         h, config = torch.zeros(T, I, dtype=FP16), MoEConfig(top_k=1, w13_order=order)
         kernels.gemm1(
@@ -759,7 +784,7 @@ def check_gemm2(
     tile = tile or tile_of(dtype, T, H, E, K, 0, "gemm2")
     h, w2 = randn(rng, T * K, I, dtype=dtype), randn(rng, E, H, I, dtype=dtype, scale=0.3)
     w2_bias = randn(rng, E, H, dtype=bias) if bias else None
-    rows = order_of(ids, E, tile.block_m)
+    rows = order_of(ids, E, tile)
     end = int(rows.offsets[-1])
     h[end:] = NAN
     y = torch.full((T * K, H), GARBAGE, dtype=dtype)
@@ -896,7 +921,7 @@ def test_one_launch_for_routed_and_shared_equals_two(rng, dtype, tile1, tile2, o
     shared_w13, shared_w2 = randn(rng, 2 * S, H, dtype=dtype), randn(rng, H, S, dtype=dtype)
     for T in (1, 75):
         x, gate, ids = randn(rng, T, H, dtype=dtype), torch.rand(T, generator=rng), some_ids(rng, T, K, E)
-        rows, rows2 = (order_of(ids, E, tile.block_m) for tile in (tile1, tile2))
+        rows, rows2 = (order_of(ids, E, tile) for tile in (tile1, tile2))
         results = []
         for fused in (True, False):
             h, h_shared, y, shared = (torch.full(s, NAN, dtype=dtype) for s in ((T * K, I), (T, S), (T * K, H), (T, H)))
@@ -945,7 +970,7 @@ def test_gate_is_the_sigmoid_of_the_float32_product(rng, x_dtype, gate_dtype, H)
 def test_finalize_sums_a_tokens_rows_and_rounds_once(rng, dtype, with_shared, options):
     T, H, K, E = 7, 1040, 3, 4
     config = MoEConfig(top_k=K, **options)
-    rows = order_of(some_ids(rng, T, K, E), E)
+    rows = order_of(some_ids(rng, T, K, E), E, SMALL)
     row_of = rows.row_of_TK
     y, weights, shared = randn(rng, T * K, H, dtype=dtype), randn(rng, T, K), randn(rng, T, H, dtype=dtype)
     y[rows.offsets[-1] :] = NAN
@@ -1004,7 +1029,7 @@ def test_one_launch_has_the_bits_of_gemm1_gemm2_and_finalize(rng, tiles, columns
     ids = some_ids(rng, T, K, E)
     ids[T - 3 :] = -1
     for fused, ends in ((False, True), (True, True), (True, False)):
-        rows = order_of(ids, E, one.block_m)
+        rows = order_of(ids, E, one)
         outs = []
         for together in (False, True):
             h, y = torch.full((T * K, I), NAN, dtype=FP16), torch.full((T * K, H), NAN, dtype=FP16)

@@ -28,18 +28,21 @@ def _no_table() -> Iterator[None]:
     use_table(None)
 
 
-def random_tile(block_m: int | None = None) -> Tile:
-    m = block_m or 2 ** random.randint(3, 7)
+def random_tile(blocks: tuple[int, int] | None = None) -> Tile:
+    """Of this block_m and tail."""
+    m, tail = blocks or (2 ** random.randint(3, 7), random.choice((0, 4)))
     flags = {name: random.random() < 0.5 for name in ("swap", "tma")}
     numbers = 2 ** random.randint(4, 8), 2 ** random.randint(4, 8), random.choice((4, 8)), random.randint(2, 6)
     least = random.choice((0, min(16, m)))
-    return Tile(m, *numbers, **flags, persistent=m == 128 and random.random() < 0.5, least_m=least)
+    return Tile(
+        m, *numbers, **flags, persistent=m == 128 and not tail and random.random() < 0.5, least_m=least, tail=tail
+    )
 
 
 def random_row(shape: LayerShape, most: float) -> Row:
     gemm1 = random_tile()
     shared = (random_tile(), random_tile()) if shape.S else (gemm1, gemm1)
-    gemm2 = random_tile(gemm1.block_m)
+    gemm2 = random_tile((gemm1.block_m, gemm1.tail))
     one_launch = tuning.one_launch(shape.kind, most, gemm1, gemm2)
     tiles = LayerTiles(gemm1, gemm2, *shared, overlaps=random.random() < 0.5, one_launch=one_launch)
     choice = Choice(tiles, random.choice(SCHEDULES) if shape.S else "serial")
@@ -201,6 +204,8 @@ def _row(shape: LayerShape) -> Row:
         ("shapes.1.rows.0.gemm1.num_stages", 1.5, r"gemm1.num_stages: expected an integer of at least 1, got 1.5"),
         ("shapes.1.rows.0.gemm1.num_warps", ..., r"gemm1.num_warps: expected a value"),
         ("shapes.1.rows.0.gemm1.swap", 1, r"gemm1.swap: expected true or false, got 1"),
+        ("shapes.1.rows.0.gemm1.tail", 128, r"gemm1.tail: expected less than block_m, \d+, got 128"),
+        ("shapes.1.rows.0.gemm2.tail", 8, r"gemm2.tail: expected that of gemm1, 0, got 8"),
         ("shapes.1.rows.0.gemm1.swop", True, r"gemm1.swop: expected no field but block_m"),
         ("shapes.1.rows.0.gemm2.block_m", 32, r"gemm2.block_m: expected that of gemm1, 16, got 32"),
         ("shapes.1.rows.0.gemm2.persistent", True, r"gemm2.block_m: expected 128, since it is persistent, got 16"),

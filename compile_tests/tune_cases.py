@@ -67,7 +67,7 @@ def test_every_candidate_leaves_what_the_heuristics_leaves(T: int) -> None:
     assert complaints == []
     assert {name: tuple(us) for name, us in times.items()} == dict(tiles)
     for i, x in enumerate(inputs):  # and that is right: y and shared are those of the layer
-        call = found._calls(found.first.gemm1.block_m)[i]
+        call = found._calls(found.first.gemm1)[i]
         call.issue("finalize")
         right = reference.moe(x, config=CONFIG, **problem.at(i)._asdict())
         assert float((call.out - right).norm() / right.norm()) < 1e-4

@@ -203,7 +203,7 @@ class _Plan:
         tiles, auto = tuning.layer_choice(shape, dims.T, tables)
         resolve = functools.partial(schedules.resolve, call.schedule, has_shared=dims.S > 0)
         options = {"zero_experts": config.num_zero_experts > 0, "finalized": finalized}
-        one_chunk = kernels.num_chunks(dims.T * dims.K) == 1
+        one_chunk = kernels.num_chunks(dims.T * dims.K, alone=True) == 1
         self.steps = schedules.plan(
             resolve(auto=auto), present, **options, one_chunk=one_chunk, one_launch=tiles.one_launch
         )
@@ -363,7 +363,9 @@ class _Call:
         self.slot_ids, self.slot_weights = buffers["slot_ids"], buffers["slot_weights"]
         order = {name: buffers[name] for name in ("offsets", "counters", "taken", "arrivals")}
         order |= {"sorted_slot_N": buffers["sorted_slot"], "row_of_TK": buffers["row_of"]}
-        self.rows = kernels.Rows(blocks_3B=buffers["blocks"], block_m=tiles.gemm1.block_m, **order)
+        self.rows = kernels.Rows(
+            blocks_3B=buffers["blocks"], block_m=tiles.gemm1.block_m, tail=tiles.gemm1.tail, **order
+        )
         self.h, self.y = buffers["h"], buffers["y"]
         self.gate_T, self.out = buffers.get("gate"), buffers.get("out")
         self.shared_h, self.shared = buffers["shared_h"], buffers["shared"]
@@ -436,7 +438,7 @@ class _Call:
         self._choose(self.rows)
 
     def _zero(self) -> None:
-        kernels.zero_counters(self.rows.counters, warmup=self.warmup)
+        kernels.zero_counters(self.rows, warmup=self.warmup)
 
     def _order(self) -> None:
         given = self.layer.topk_ids is not None

@@ -132,7 +132,7 @@ def directly(x: Tensor, args: dict, schedule: str) -> list[tuple]:
     buffers = {name: torch.empty(shape, dtype=dtype) for name, shape, dtype in specs}
     call = cuda._Call(cuda._normalised(layer, dims, LAYER_FIELDS), dims, config, buffers, tiles, False)
     present = frozenset(n for n in cuda.schedules.OPTIONAL if getattr(layer, n) is not None)
-    one_chunk = kernels.num_chunks(dims.T * dims.K) == 1
+    one_chunk = kernels.num_chunks(dims.T * dims.K, alone=True) == 1
     steps = cuda.schedules.plan(
         schedule, present, zero_experts=False, finalized=True, one_chunk=one_chunk, one_launch=tiles.one_launch
     )

@@ -49,9 +49,9 @@ class Gemm2:
         N, E = len(ids), len(heights)
         counters, B = ints(kernels.num_counters(N, E)), kernels.num_blocks(N, E, self.tile.block_m)
         self.rows = kernels.Rows(
-            ints(E + 1), ints(N), ints(N, 1), ints(3, B), self.tile.block_m, counters, ints(1), ints(1)
+            ints(E + 1), ints(N), ints(N, 1), ints(3, B), self.tile.block_m, self.tile.tail, counters, ints(1), ints(1)
         )  # fmt: skip
-        kernels.zero_counters(counters)
+        kernels.zero_counters(self.rows)
         kernels.order_rows(ids, None, None, None, num_experts=E, num_zero_experts=0, rows=self.rows)
         self.end = sum(heights)
         self.h = torch.randn(N, I, device="cuda").to(dtype)

@@ -12,6 +12,7 @@ from dsmoe_op.tuning.tables import GEMMS, SCHEDULES, SHARED
 
 _FEW_ROWS: dict[str, tuple[Tile, ...]] = {
     "gemm1": (
+        Tile(16, 32, 128, 4, 3, swap=True),
         Tile(16, 32, 128, 4, 4, swap=True),
         Tile(16, 32, 128, 4, 5, swap=True),
         Tile(16, 16, 128, 4, 6, swap=True),
@@ -38,6 +39,7 @@ _MANY_ROWS: dict[str, tuple[Tile, ...]] = {
         Tile(128, 128, 64, 8, 4, tma=True, least_m=16),
         Tile(128, 128, 64, 8, 4, least_m=16),
         Tile(128, 128, 64, 8, 3, tma=True, least_m=16),
+        Tile(128, 128, 64, 8, 4, tma=True, least_m=16, tail=64),
         Tile(32, 64, 128, 4, 3, swap=True),
     ),
     "gemm2": (
@@ -46,8 +48,14 @@ _MANY_ROWS: dict[str, tuple[Tile, ...]] = {
         Tile(128, 256, 64, 8, 3, least_m=16),
         Tile(128, 128, 64, 8, 3, least_m=16),
         Tile(128, 256, 64, 8, 3, persistent=True, least_m=16),
+        Tile(128, 256, 64, 8, 3, tma=True, least_m=16, tail=64),
     ),
 }
+_TOGETHER: tuple[tuple[Tile, Tile], ...] = (
+    (Tile(16, 32, 128, 4, 3, swap=True), Tile(16, 64, 128, 4, 3, swap=True)),
+    (Tile(16, 32, 128, 4, 3, swap=True), Tile(16, 128, 128, 4, 3, swap=True)),
+)
+"""gemm1 and gemm2 of one launch: its programs all have the memory of the larger one, so the best alone may not do."""
 _FEW_TOKENS, _FEW = 64, 32
 """Up to so many tokens, or expected rows of an expert, tiles for few rows are candidates; above, those for many."""
 OVERLAPPING_UP_TO = 16
@@ -83,7 +91,7 @@ def _others(name: str, shape: Shape, T: int) -> Iterable[Tile]:
         least = 32 if T <= 256 else 64
     own = [getattr(variant, name) for variant in tuning.layer_variants("16bit")]
     for tile in (*_FEW_ROWS[kernel] * few, *_MANY_ROWS[kernel] * many, *own):
-        if least <= tile.block_m <= most:
+        if least <= tile.block_m <= most and not (shared and tile.tail):
             yield tile
 
 
@@ -95,10 +103,16 @@ def schedules(shape: Shape) -> tuple[str, ...]:
 
 
 def choices(shape: Shape, T: int, best: LayerTiles) -> tuple[Choice, ...]:
-    """Layers to time: the heuristic's, and the best tiles in each schedule."""
-    best = best._replace(one_launch=tuning.one_launch("16bit", T, best.gemm1, best.gemm2))
+    """Layers to time: the heuristic's, and the best tiles, or pairs for one launch, in each schedule."""
+    one_launch = tuning.one_launch("16bit", T, best.gemm1, best.gemm2)
+    pairs = ((best.gemm1, best.gemm2), *(_TOGETHER if one_launch else ()))
     overlaps = (False, True) if T <= OVERLAPPING_UP_TO else (False,)
-    found = [Choice(best._replace(overlaps=o), schedule) for schedule in schedules(shape) for o in overlaps]
+    found = [
+        Choice(best._replace(gemm1=gemm1, gemm2=gemm2, overlaps=o, one_launch=one_launch), schedule)
+        for gemm1, gemm2 in dict.fromkeys(pairs)
+        for schedule in schedules(shape)
+        for o in overlaps
+    ]
     return tuple(dict.fromkeys((heuristic(shape, T), *found)))
 
 
@@ -107,7 +121,7 @@ KEPT = 0.99
 
 
 def best_tiles(us: Mapping[str, Mapping[Tile, float]], first: LayerTiles) -> LayerTiles | None:
-    """The fastest tiles by the launches' times; gemm1 and gemm2 as a pair of one block_m. None where none is right.
+    """The fastest tiles by the launches' times; gemm1 and gemm2 share a map of blocks. None where none is right.
 
     Args:
         us: microseconds by launch and tile, without those that are wrong or fail.
@@ -117,7 +131,7 @@ def best_tiles(us: Mapping[str, Mapping[Tile, float]], first: LayerTiles) -> Lay
         (a, b): us_a + us_b
         for a, us_a in us["gemm1"].items()
         for b, us_b in us["gemm2"].items()
-        if a.block_m == b.block_m
+        if (a.block_m, a.tail) == (b.block_m, b.tail)
     }
     if not pairs or any(name in us and not us[name] for name in SHARED):
         return None

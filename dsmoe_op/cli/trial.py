@@ -43,7 +43,7 @@ class Trial:
         self._taken = torch.zeros(len(inputs), _TAKEN, dtype=torch.int32, device=inputs[0].device)
         for i, buffers in enumerate(self._buffers):
             buffers["taken"] = self._taken[i, :1]
-        self._routed: dict[int, list[cuda._Call]] = {}
+        self._routed: dict[tuple[int, int], list[cuda._Call]] = {}
 
     def _made(self, layer: Layer, tiles: LayerTiles, *names: str) -> dict[str, Tensor]:
         inside, outputs = cuda._buffers(layer, self.dims, self.config, tiles, True)
@@ -54,10 +54,11 @@ class Trial:
             if not names or name in names
         }
 
-    def _calls(self, block_m: int) -> list[cuda._Call]:
-        """A call for each input, routed, with its rows in blocks of block_m."""
-        if block_m not in self._routed:
-            tiles = compiling.all_of(self.first.gemm1._replace(block_m=block_m))
+    def _calls(self, tile: Tile) -> list[cuda._Call]:
+        """A call for each input, routed, with its rows in blocks as this tile has them."""
+        blocks = tile.block_m, tile.tail
+        if blocks not in self._routed:
+            tiles = compiling.all_of(tile)
             made = []
             for layer, buffers in zip(self.layers, self._buffers, strict=True):
                 own = self._made(layer, tiles, "blocks")
@@ -65,11 +66,11 @@ class Trial:
                 call.issue("router")
                 call.issue("choose_order")
                 made.append(call)
-            self._routed[block_m] = made
-        return self._routed[block_m]
+            self._routed[blocks] = made
+        return self._routed[blocks]
 
     def _run(self, name: str, tile: Tile) -> timing.Call:
-        calls = self._calls(tile.block_m)
+        calls = self._calls(tile)
 
         def run(i: int) -> Tensor:
             if i == 0 and name == "gemm2":
@@ -85,7 +86,7 @@ class Trial:
         us: dict[str, dict[Tile, float]] = {}
         for name, some in tiles.items():
             if name == "shared_gemm2" and self.layers[0].shared_gate is not None:
-                for call in self._calls(self.first.gemm1.block_m):
+                for call in self._calls(self.first.gemm1):
                     call.issue("gate")
             runs = {tile: self._run(name, tile) for tile in some}
             us[name] = side_by_side(runs, len(self.layers), functools.partial(_named, name), self.say)
@@ -194,5 +195,6 @@ def brief(tile: Tile) -> str:
     """Such as: 16x32x128 4 warps 4 stages swap."""
     flags = [name for name, value in tile._asdict().items() if value is True]
     flags += [f"least {tile.least_m}"] if tile.least_m else []
+    flags += [f"tail {tile.tail}"] if tile.tail else []
     numbers = f"{tile.block_m}x{tile.block_n}x{tile.block_k} {tile.num_warps} warps {tile.num_stages} stages"
     return " ".join((numbers, *flags))

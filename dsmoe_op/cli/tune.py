@@ -1,7 +1,7 @@
 """`python -m dsmoe_op tune`: measures which tiles and schedule a GPU is fastest with, and writes them as a table.
 
 Shape by shape: each tile of each product is one launch, timed for several inputs in a CUDA graph with cold weights; the
-fastest pair of gemm1 and gemm2 with one block_m wins, then the shared expert's tiles alone; then the whole layer with
+fastest pair of gemm1 and gemm2 with one map wins, then the shared expert's tiles alone; then the whole layer with
 these in each schedule, beside the heuristic's. A candidate is first held against what the heuristic's leaves. Other
 processes compile meanwhile. The table is written after each cell, a cell being a shape and a bucket of T.
 """

@@ -411,7 +411,7 @@ def _experts(
                 _block(
                     x_ptr, x_stride, None, None, shared_w13_ptr, None, 0, None, None, shared_h_ptr, row, end, out_end,
                     program % SHARED_COLUMNS1 * BLOCK_N[0], K, S, H, SHARED_W13_STRIDES[0], SHARED_W13_STRIDES[1],
-                    ACTIVATION, "gate_up", SHARED_CLAMP, CLAMP_AFTER, BLOCK_M, BLOCK_M, BLOCK_N[0], BLOCK_K[0],
+                    ACTIVATION, "gate_up", SHARED_CLAMP, CLAMP_AFTER, BLOCK_M, BLOCK_M, 0, BLOCK_N[0], BLOCK_K[0],
                     SWAP[0], ZEROS, PRECISION, INTERPRET, STAGES[0],
                 )  # fmt: skip
                 arrive(arrivals_ptr + block)
@@ -427,8 +427,8 @@ def _experts(
                     x_ptr, x_stride, sorted_slot_ptr, weight_on_input_ptr,
                     w13_ptr + expert.to(tl.int64) * W13_STRIDES[0], None, expert, w13_bias_ptr, None, h_ptr, row, end,
                     end, (program - routed1) % COLUMNS1 * BLOCK_N[0], K, I, H, W13_STRIDES[1], W13_STRIDES[2],
-                    ACTIVATION, ORDER, CLAMP, CLAMP_AFTER, BLOCK_M, BLOCK_M, BLOCK_N[0], BLOCK_K[0], SWAP[0], False,
-                    PRECISION, INTERPRET, STAGES[0],
+                    ACTIVATION, ORDER, CLAMP, CLAMP_AFTER, BLOCK_M, BLOCK_M, 0, BLOCK_N[0], BLOCK_K[0], SWAP[0],
+                    False, PRECISION, INTERPRET, STAGES[0],
                 )  # fmt: skip
                 arrive(arrivals_ptr + row_blocks + block)
     elif program < sums:

@@ -240,6 +240,7 @@ def _grouped(
         "ZERO_TAIL": zero_tail,
         "BLOCK_M": tile.block_m,
         "LEAST_M": tile.least_m or tile.block_m,
+        "TAIL": tile.tail if routed else 0,
         "BLOCK_N": tile.block_n,
         "BLOCK_K": tile.block_k,
         "SWAP": tile.swap,
@@ -324,25 +325,44 @@ def _halves(sum, INTERLEAVED: tl.constexpr, SWAP: tl.constexpr):
 
 
 @triton.jit
-def _tile(
+def _load_a(a_ptrs, in_M, weight_M, d_K, rest, MASKED: tl.constexpr, RAGGED: tl.constexpr, WEIGHT: tl.constexpr,
+            INTERPRET: tl.constexpr):  # fmt: skip
+    """[rows, BLOCK_K] of a; RAGGED where a step may have fewer columns than BLOCK_K, of which `rest` are left."""
+    if MASKED or RAGGED:
+        in_a = in_M[:, None]
+        if RAGGED:
+            in_a = in_a & (d_K < rest)[None, :]
+        a = tl.load(a_ptrs, mask=in_a, other=0.0)
+    else:
+        a = tl.load(a_ptrs)
+    if WEIGHT:
+        a = (a.to(tl.float32) * weight_M[:, None]).to(a.dtype)
+    if INTERPRET:  # its bf16 products are wrong
+        a = a.to(tl.float32)
+    return a
+
+
+@triton.jit
+def _products(
     a_rows_M,
     in_M,
     weight_on_input_M,
+    a_rows_T,
+    in_T,
+    weight_on_input_T,
     w_ptr,
     w_desc,
     expert,
-    bias_ptr,
     column,
     COLUMNS: tl.constexpr,
     INNER: tl.constexpr,
     STRIDE_ROW: tl.constexpr,
     STRIDE_INNER: tl.constexpr,
-    ACTIVATION: tl.constexpr,
-    ORDER: tl.constexpr,
-    CLAMP: tl.constexpr,
-    CLAMP_AFTER: tl.constexpr,
+    GATED: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
     WEIGHT_ON_INPUT: tl.constexpr,
     BLOCK_M: tl.constexpr,
+    TAIL: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     SWAP: tl.constexpr,
@@ -350,15 +370,14 @@ def _tile(
     INTERPRET: tl.constexpr,
     STAGES: tl.constexpr = None,
 ):
-    """float32 [BLOCK_M, BLOCK_N] of output columns from `column` on.
+    """float32 [BLOCK_M, ROWS] of rows of a by rows of w, or [ROWS, BLOCK_M] with SWAP; and [TAIL, ROWS] of the tail's.
 
     a_rows_M points to the start of each row of a, also where in_M says that its result is not wanted. w_ptr points to
     the expert's w; or w_desc describes that of all experts. A gated tile has 2 BLOCK_N rows of w, in one product.
-    SWAP puts the rows of w on the matrix unit's longer side. STAGES of the loop, where they are not the launch's.
+    STAGES of the loop, where they are not the launch's.
     """
-    GATED: tl.constexpr = ACTIVATION is not None and ACTIVATION != "relu2"
-    INTERLEAVED: tl.constexpr = GATED and ORDER == "interleaved"
     ROWS: tl.constexpr = 2 * BLOCK_N if GATED else BLOCK_N
+    RAGGED: tl.constexpr = INNER % BLOCK_K != 0
     d_K = tl.arange(0, BLOCK_K)
     a_ptrs = a_rows_M[:, None] + d_K[None, :]
     if w_desc is None:
@@ -376,20 +395,14 @@ def _tile(
         sum = tl.zeros([ROWS, BLOCK_M], tl.float32)
     else:
         sum = tl.zeros([BLOCK_M, ROWS], tl.float32)
+    tail = 0.0
+    if TAIL > 0:
+        tail = tl.zeros([TAIL, ROWS], tl.float32)
+        tail_ptrs = a_rows_T[:, None] + d_K[None, :]
     for start in tl.range(0, INNER, BLOCK_K, num_stages=STAGES):
-        if SWAP or INNER % BLOCK_K != 0:
-            # Few rows: not to fetch the others is worth a mask.
-            in_a = in_M[:, None]
-            if INNER % BLOCK_K != 0:
-                in_a = in_a & (d_K < INNER - start)[None, :]
-            a = tl.load(a_ptrs, mask=in_a, other=0.0)
-        else:
-            a = tl.load(a_ptrs)
+        # Few rows: not to fetch the others is worth a mask.
+        a = _load_a(a_ptrs, in_M, weight_on_input_M, d_K, INNER - start, SWAP, RAGGED, WEIGHT_ON_INPUT, INTERPRET)
         a_ptrs += BLOCK_K
-        if WEIGHT_ON_INPUT:
-            a = (a.to(tl.float32) * weight_on_input_M[:, None]).to(a.dtype)
-        if INTERPRET:  # its bf16 products are wrong
-            a = a.to(tl.float32)
         if w_desc is not None:
             if GATED and not INTERLEAVED:
                 w = w_desc.load([2 * expert, column, start])
@@ -397,7 +410,7 @@ def _tile(
                 w = w_desc.load([expert, ROWS // BLOCK_N * column, start])
             w = w.reshape(ROWS, BLOCK_K)
         else:
-            if COLUMNS % BLOCK_N == 0 and INNER % BLOCK_K == 0:
+            if COLUMNS % BLOCK_N == 0 and not RAGGED:
                 w = tl.load(w_ptrs)
             else:
                 in_w = in_N[:, None] & (d_K < INNER - start)[None, :]
@@ -408,7 +421,31 @@ def _tile(
             sum = tl.dot(w, a.T, sum, input_precision=PRECISION)
         else:
             sum = tl.dot(a, w.T, sum, input_precision=PRECISION)
+        if TAIL > 0:
+            t = _load_a(
+                tail_ptrs, in_T, weight_on_input_T, d_K, INNER - start, True, RAGGED, WEIGHT_ON_INPUT, INTERPRET
+            )
+            tail_ptrs += BLOCK_K
+            tail = tl.dot(t, w.T, tail, input_precision=PRECISION)
+    return sum, tail
 
+
+@triton.jit
+def _ended(
+    sum,
+    bias_ptr,
+    column,
+    COLUMNS: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    ORDER: tl.constexpr,
+    CLAMP: tl.constexpr,
+    CLAMP_AFTER: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    SWAP: tl.constexpr,
+):
+    """float32 [rows, BLOCK_N] of output columns from `column` on, from the sums of `_products`."""
+    GATED: tl.constexpr = ACTIVATION is not None and ACTIVATION != "relu2"
+    INTERLEAVED: tl.constexpr = GATED and ORDER == "interleaved"
     c_N = column + tl.arange(0, BLOCK_N)
     in_N = c_N < COLUMNS
     if GATED:
@@ -438,6 +475,34 @@ def _tile(
 
 
 @triton.jit
+def _rows_of(
+    rows_M, end, other, a_ptr, a_stride, sorted_slot_ptr, weight_on_input_ptr, K: tl.constexpr,
+):  # fmt: skip
+    """Where the rows of a begin, which are before `end`, and the weights of their slots; row `other` for the rest."""
+    in_M = rows_M < end
+    read_M = tl.where(in_M, rows_M, other)
+    weight_M = 1.0
+    if sorted_slot_ptr is not None:
+        slots_M = tl.load(sorted_slot_ptr + read_M)
+        read_M = slots_M // K
+        if weight_on_input_ptr is not None:
+            weight_M = tl.load(weight_on_input_ptr + slots_M)
+    return a_ptr + read_M.to(tl.int64) * a_stride, in_M, weight_M
+
+
+@triton.jit
+def _store(out_MN, out_ptr, gate_ptr, rows_M, in_M, out_end, column, COLUMNS: tl.constexpr, ZEROS: tl.constexpr):
+    in_out_M = rows_M < out_end
+    if gate_ptr is not None:
+        out_MN *= tl.load(gate_ptr + rows_M, mask=in_out_M, other=0.0)[:, None]
+    if ZEROS:  # whatever the weights hold
+        out_MN = tl.where(in_M[:, None], out_MN, 0.0)
+    c_N = column + tl.arange(0, out_MN.shape[1])
+    out_ptrs = out_ptr + rows_M.to(tl.int64)[:, None] * COLUMNS + c_N[None, :]
+    tl.store(out_ptrs, out_MN.to(out_ptr.dtype.element_ty), mask=in_out_M[:, None] & (c_N < COLUMNS)[None, :])
+
+
+@triton.jit
 def _block(
     a_ptr,
     a_stride,
@@ -464,6 +529,7 @@ def _block(
     CLAMP_AFTER: tl.constexpr,
     BLOCK_M: tl.constexpr,
     LEAST_M: tl.constexpr,
+    TAIL: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     SWAP: tl.constexpr,
@@ -472,61 +538,45 @@ def _block(
     INTERPRET: tl.constexpr,
     STAGES: tl.constexpr = None,
 ):
-    """Rows row..end-1 (at most BLOCK_M) of one expert's product; with ZEROS, zeros from there to out_end.
+    """Rows row..end-1 (at most BLOCK_M + TAIL) of one expert's product; with ZEROS, zeros from there to out_end.
 
-    A block that is half empty or emptier goes to a tile of half the height, down to LEAST_M.
+    A block that is half empty or emptier goes to a tile of half the height, down to LEAST_M. SWAP puts the rows of w on
+    the matrix unit's longer side. STAGES of the loop, where they are not the launch's.
     """
     if BLOCK_M > LEAST_M and out_end - row <= BLOCK_M // 2:
         _block(
             a_ptr, a_stride, sorted_slot_ptr, weight_on_input_ptr, w_ptr, w_desc, expert, bias_ptr, gate_ptr, out_ptr,
             row, end, out_end, column, K, COLUMNS, INNER, STRIDE_ROW, STRIDE_INNER, ACTIVATION, ORDER, CLAMP,
-            CLAMP_AFTER, BLOCK_M // 2, LEAST_M, BLOCK_N, BLOCK_K, SWAP or BLOCK_M // 2 < 64, ZEROS, PRECISION,
+            CLAMP_AFTER, BLOCK_M // 2, LEAST_M, 0, BLOCK_N, BLOCK_K, SWAP or BLOCK_M // 2 < 64, ZEROS, PRECISION,
             INTERPRET, STAGES,
         )  # fmt: skip
-    else:
-        rows_M = row + tl.arange(0, BLOCK_M)
-        in_M = rows_M < end
-        read_M = tl.where(in_M, rows_M, row)
-        weight_M = 1.0
-        if sorted_slot_ptr is not None:
-            slots_M = tl.load(sorted_slot_ptr + read_M)
-            read_M = slots_M // K
-            if weight_on_input_ptr is not None:
-                weight_M = tl.load(weight_on_input_ptr + slots_M)
-        out_MN = _tile(
-            a_ptr + read_M.to(tl.int64) * a_stride,
-            in_M,
-            weight_M,
-            w_ptr,
-            w_desc,
-            expert,
-            bias_ptr,
-            column,
-            COLUMNS,
-            INNER,
-            STRIDE_ROW,
-            STRIDE_INNER,
-            ACTIVATION,
-            ORDER,
-            CLAMP,
-            CLAMP_AFTER,
-            weight_on_input_ptr is not None,
-            BLOCK_M,
-            BLOCK_N,
-            BLOCK_K,
-            SWAP,
-            PRECISION,
-            INTERPRET,
+    elif TAIL > 0 and out_end - row <= BLOCK_M:
+        _block(
+            a_ptr, a_stride, sorted_slot_ptr, weight_on_input_ptr, w_ptr, w_desc, expert, bias_ptr, gate_ptr, out_ptr,
+            row, end, out_end, column, K, COLUMNS, INNER, STRIDE_ROW, STRIDE_INNER, ACTIVATION, ORDER, CLAMP,
+            CLAMP_AFTER, BLOCK_M, BLOCK_M, 0, BLOCK_N, BLOCK_K, SWAP, ZEROS, PRECISION, INTERPRET,
             STAGES,
-        )
-        in_out_M = rows_M < out_end
-        if gate_ptr is not None:
-            out_MN *= tl.load(gate_ptr + rows_M, mask=in_out_M, other=0.0)[:, None]
-        if ZEROS:  # whatever the weights hold
-            out_MN = tl.where(in_M[:, None], out_MN, 0.0)
-        c_N = column + tl.arange(0, BLOCK_N)
-        out_ptrs = out_ptr + rows_M.to(tl.int64)[:, None] * COLUMNS + c_N[None, :]
-        tl.store(out_ptrs, out_MN.to(out_ptr.dtype.element_ty), mask=in_out_M[:, None] & (c_N < COLUMNS)[None, :])
+        )  # fmt: skip
+    else:
+        GATED: tl.constexpr = ACTIVATION is not None and ACTIVATION != "relu2"
+        rows_M = row + tl.arange(0, BLOCK_M)
+        a_rows_M, in_M, weight_M = _rows_of(rows_M, end, row, a_ptr, a_stride, sorted_slot_ptr, weight_on_input_ptr, K)
+        rows_T = row + BLOCK_M + tl.arange(0, TAIL if TAIL > 0 else 1)
+        a_rows_T, in_T, weight_T = a_rows_M, in_M, weight_M
+        if TAIL > 0:
+            a_rows_T, in_T, weight_T = _rows_of(
+                rows_T, end, row, a_ptr, a_stride, sorted_slot_ptr, weight_on_input_ptr, K
+            )
+        sum, tail = _products(
+            a_rows_M, in_M, weight_M, a_rows_T, in_T, weight_T, w_ptr, w_desc, expert, column, COLUMNS, INNER,
+            STRIDE_ROW, STRIDE_INNER, GATED, GATED and ORDER == "interleaved", weight_on_input_ptr is not None, BLOCK_M,
+            TAIL, BLOCK_N, BLOCK_K, SWAP, PRECISION, INTERPRET, STAGES,
+        )  # fmt: skip
+        out_MN = _ended(sum, bias_ptr, column, COLUMNS, ACTIVATION, ORDER, CLAMP, CLAMP_AFTER, BLOCK_N, SWAP)
+        _store(out_MN, out_ptr, gate_ptr, rows_M, in_M, out_end, column, COLUMNS, ZEROS)
+        if TAIL > 0:
+            out_TN = _ended(tail, bias_ptr, column, COLUMNS, ACTIVATION, ORDER, CLAMP, CLAMP_AFTER, BLOCK_N, False)
+            _store(out_TN, out_ptr, gate_ptr, rows_T, in_T, out_end, column, COLUMNS, ZEROS)
 
 
 @triton.jit(
@@ -563,6 +613,7 @@ def _grouped_gemm(
     ZERO_TAIL: tl.constexpr,
     BLOCK_M: tl.constexpr,
     LEAST_M: tl.constexpr,
+    TAIL: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     SWAP: tl.constexpr,
@@ -593,7 +644,7 @@ def _grouped_gemm(
                 _block(
                     a_ptr, a_stride, sorted_slot_ptr, weight_on_input_ptr, w_ptr, w_desc, expert, bias_ptr, None,
                     out_ptr, row, end, end, column, K, COLUMNS, INNER, STRIDES[1], STRIDES[2], ACTIVATION, ORDER, CLAMP,
-                    CLAMP_AFTER, BLOCK_M, LEAST_M, BLOCK_N, BLOCK_K, SWAP, False, PRECISION, INTERPRET,
+                    CLAMP_AFTER, BLOCK_M, LEAST_M, TAIL, BLOCK_N, BLOCK_K, SWAP, False, PRECISION, INTERPRET,
                 )  # fmt: skip
             elif ZERO_TAIL:
                 rows_M = row + tl.arange(0, BLOCK_M)
@@ -613,6 +664,6 @@ def _grouped_gemm(
             _block(
                 shared_a_ptr, shared_a_stride, None, None, shared_w_ptr, shared_w_desc, 0, None, gate_ptr,
                 shared_out_ptr, row, end, out_end, column, K, SHARED_COLUMNS, SHARED_INNER, SHARED_STRIDES[0],
-                SHARED_STRIDES[1], ACTIVATION, "gate_up", SHARED_CLAMP, CLAMP_AFTER, BLOCK_M, LEAST_M, BLOCK_N, BLOCK_K,
-                SWAP, num_valid_ptr is not None, PRECISION, INTERPRET,
+                SHARED_STRIDES[1], ACTIVATION, "gate_up", SHARED_CLAMP, CLAMP_AFTER, BLOCK_M, LEAST_M, 0, BLOCK_N,
+                BLOCK_K, SWAP, num_valid_ptr is not None, PRECISION, INTERPRET,
             )  # fmt: skip

@@ -1,8 +1,9 @@
 """Order of the experts' rows: expert after expert, inside an expert by flat index t*K+k. route.py launches it.
 
 A counting sort. The slots lie in chunks; the slots of each expert in each chunk are counted first, by other programs,
-and a chunk's program adds up the counts of all chunks to know where the rows of its slots begin. A single chunk counts
-for itself. Sums of integers alone, so the result does not depend on timing.
+and also in each 16 chunks together. A chunk's program adds up the counts of all these sixteens, and those of the chunks
+before it in its own, to know where the rows of its slots begin: some 50 rows of counts, not hundreds. A single chunk
+counts for itself. Sums of integers alone, so the result does not depend on timing.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dsmoe_op.tuning import order_chunk as chunk_size
+from dsmoe_op.tuning import order_chunk_size as chunk_size
 
 
 class Rows(NamedTuple):
@@ -28,11 +29,13 @@ class Rows(NamedTuple):
     blocks_3B: Tensor
     """int32 [3, `num_blocks`] contiguous: expert, first row, and the row after the last, of each block of block_m rows.
 
-    Blocks of experts with rows by ascending expert, then those of the rows from offsets[E] to T*K with expert -1, then
-    empty ones (-1, T*K, T*K). An expert's last block ends where its rows do.
+    An expert's last block ends where its rows do, and may have up to `tail` rows more. Blocks of experts with rows by
+    ascending expert, then those of the rows from offsets[E] to T*K with expert -1, then empty ones (-1, T*K, T*K).
     """
     block_m: int
     """A power of two."""
+    tail: int
+    """Less than block_m."""
     counters: Tensor
     """int32 [`num_counters`]: scratch. Zeros where an earlier launch has to leave them so; changed."""
     taken: Tensor
@@ -41,8 +44,12 @@ class Rows(NamedTuple):
     """int32, contiguous: zeros, for `experts` to count its programs. May be empty."""
 
 
-FIRST_COUNT = tl.constexpr(32)
-"""Where the counts begin among the counters; the arrivals have a cache line of their own before them."""
+TICKETS = tl.constexpr(32)
+FIRST_COUNT = tl.constexpr(64)
+"""Arrivals are counted at 0, tickets at TICKETS, and the counts begin after these: each on a cache line of its own."""
+
+SUMMED = tl.constexpr(16)
+"""Chunks whose counts are also kept as one sum."""
 
 
 def num_blocks(num_slots: int, num_experts: int, block_m: int) -> int:
@@ -51,14 +58,32 @@ def num_blocks(num_slots: int, num_experts: int, block_m: int) -> int:
     return partial + (num_slots - partial) // block_m
 
 
-def num_chunks(num_slots: int) -> int:
-    return max(1, triton.cdiv(num_slots, chunk_size(num_slots)))
+def num_chunks(num_slots: int, *, alone: bool) -> int:
+    """Chunks of the order; `alone`: in a launch of its own."""
+    return max(1, triton.cdiv(num_slots, chunk_size(num_slots, alone)))
 
 
 def num_counters(num_slots: int, num_experts: int) -> int:
-    """Programs that have arrived, then the slots of each expert in each chunk where there are several chunks."""
-    chunks = num_chunks(num_slots)
-    return FIRST_COUNT.value + (chunks * num_experts if chunks > 1 else 0)
+    """Length of the counters: enough for an order of its own, too, which has fewer chunks."""
+    chunks = num_chunks(num_slots, alone=False)
+    return num_zeros(num_slots, num_experts, alone=False) + (chunks * num_experts if chunks > 1 else 0)
+
+
+def num_zeros(num_slots: int, num_experts: int, *, alone: bool) -> int:
+    """Arrivals, tickets, and, where there are several chunks, [chunks / SUMMED, E]; the counts [chunks, E] follow."""
+    chunks = num_chunks(num_slots, alone=alone)
+    return FIRST_COUNT.value + (triton.cdiv(chunks, SUMMED.value) * num_experts if chunks > 1 else 0)
+
+
+@triton.jit
+def zero(counters_ptr, num, program, programs):
+    """Zeroes the first `num` counters, together with the other ones of `programs` programs."""
+    ZEROS: tl.constexpr = 128
+    start = program * ZEROS
+    while start < num:
+        i = start + tl.arange(0, ZEROS)
+        tl.store(counters_ptr + i, tl.zeros([ZEROS], tl.int32), mask=i < num)
+        start += programs * ZEROS
 
 
 @triton.jit
@@ -74,18 +99,17 @@ def local_experts(ids, inside, map_ptr, E: tl.constexpr, E_ROUTING: tl.constexpr
 
 
 @triton.jit
-def _slots(
-    n_N, end, ids_ptr, id_stride_t, id_stride_k, map_ptr, num_valid, K: tl.constexpr, E: tl.constexpr,
-    E_ROUTING: tl.constexpr,
-):  # fmt: skip
+def _ids(n_N, end, ids_ptr, id_stride_t, id_stride_k, K: tl.constexpr):
+    """Id of each slot before `end`, past L1, since programs of the same launch may have written them."""
+    ids_ptrs = ids_ptr + (n_N // K).to(tl.int64) * id_stride_t + n_N % K * id_stride_k
+    return tl.load(ids_ptrs, mask=n_N < end, other=-1, cache_modifier=".cg")
+
+
+@triton.jit
+def _experts(ids_N, n_N, end, map_ptr, num_valid, K: tl.constexpr, E: tl.constexpr, E_ROUTING: tl.constexpr):
     """Id (int64) and expert of each slot before `end`; an expert of E where no expert has it."""
-    t_N = n_N // K
-    inside_N = n_N < end
-    # Past L1, since programs of the same launch may have written them.
-    ids_ptrs = ids_ptr + t_N.to(tl.int64) * id_stride_t + n_N % K * id_stride_k
-    ids_N = tl.load(ids_ptrs, mask=inside_N, other=-1, cache_modifier=".cg").to(tl.int64)
-    ids_N = tl.where(t_N < num_valid, ids_N, -1)
-    return ids_N, local_experts(ids_N, inside_N, map_ptr, E, E_ROUTING)
+    ids_N = tl.where(n_N // K < num_valid, ids_N.to(tl.int64), -1)
+    return ids_N, local_experts(ids_N, n_N < end, map_ptr, E, E_ROUTING)
 
 
 @triton.jit
@@ -96,23 +120,35 @@ def _counts(experts_N, E: tl.constexpr, E_PAD: tl.constexpr):
 
 
 @triton.jit
+def count_slots(experts_N, n_N, is_slot_N, log_chunk, num_chunks, counters_ptr, E: tl.constexpr):
+    """Adds slots to the counts of their chunks, and to the sums of these."""
+    has_row_N = is_slot_N & (experts_N < E)
+    chunk_N = n_N >> log_chunk
+    sums = (num_chunks + SUMMED - 1) // SUMMED
+    counts_ptrs = counters_ptr + FIRST_COUNT + experts_N
+    tl.atomic_add(counts_ptrs + chunk_N // SUMMED * E, 1, mask=has_row_N, sem="relaxed")
+    tl.atomic_add(counts_ptrs + (sums + chunk_N) * E, 1, mask=has_row_N, sem="relaxed")
+
+
+@triton.jit
 def count_chunk(
     index,
     log_chunk,
+    num_chunks,
     num_slots,
     ids_ptr,
     id_stride_t,
     id_stride_k,
     map_ptr,
     num_valid_ptr,
-    counts_ptr,
+    counters_ptr,
     K: tl.constexpr,
     E: tl.constexpr,
     E_PAD: tl.constexpr,
     E_ROUTING: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Writes row `index` of the counts [chunks, E]."""
+    """Writes row `index` of the counts [chunks, E], and adds it to its sum."""
     num_valid = num_slots
     if num_valid_ptr is not None:
         num_valid = tl.load(num_valid_ptr)
@@ -121,17 +157,21 @@ def count_chunk(
     end = tl.minimum(start + (1 << log_chunk), num_slots)
     counts_E = tl.zeros([E_PAD], tl.int32)
     while start < end:
-        _, experts_N = _slots(
-            start + tl.arange(0, BLOCK), end, ids_ptr, id_stride_t, id_stride_k, map_ptr, num_valid, K, E, E_ROUTING
-        )
+        n_N = start + tl.arange(0, BLOCK)
+        ids_N = _ids(n_N, end, ids_ptr, id_stride_t, id_stride_k, K)
+        _, experts_N = _experts(ids_N, n_N, end, map_ptr, num_valid, K, E, E_ROUTING)
         counts_E += _counts(experts_N, E, E_PAD)
         start += BLOCK
-    tl.store(counts_ptr + index * E + e_E, counts_E, mask=e_E < E)
+    sums = (num_chunks + SUMMED - 1) // SUMMED
+    counts_ptrs = counters_ptr + FIRST_COUNT + e_E
+    tl.atomic_add(counts_ptrs + index // SUMMED * E, counts_E, mask=(e_E < E) & (counts_E > 0), sem="relaxed")
+    tl.store(counts_ptrs + (sums + index) * E, counts_E, mask=e_E < E)
 
 
 @triton.jit
 def order_chunk(
     index,
+    experts_P,
     log_chunk,
     num_chunks,
     num_slots,
@@ -143,7 +183,7 @@ def order_chunk(
     weight_stride_k,
     map_ptr,
     num_valid_ptr,
-    counts_ptr,
+    counters_ptr,
     offsets_ptr,
     taken_ptr,
     arrivals_ptr,
@@ -153,9 +193,12 @@ def order_chunk(
     blocks_ptr,
     num_blocks,
     log_block_m,
+    tail,
     ids_out_ptr,
     weights_out_ptr,
     K: tl.constexpr,
+    K_PAD: tl.constexpr,
+    TOKENS: tl.constexpr,
     E: tl.constexpr,
     E_PAD: tl.constexpr,
     E_ROUTING: tl.constexpr,
@@ -163,7 +206,12 @@ def order_chunk(
     BLOCK: tl.constexpr,
     COUNT_ROWS: tl.constexpr,
 ):
-    """Places the slots of chunk `index`, and writes its share of the offsets and the blocks."""
+    """Places the slots of chunk `index`, and writes its share of the offsets and the blocks.
+
+    Args:
+        experts_P: what `choose_tokens` returned to this program: those of all slots where there is one token. None
+            where another launch has made the ids.
+    """
     num_valid = num_slots
     if num_valid_ptr is not None:
         num_valid = tl.load(num_valid_ptr)
@@ -171,30 +219,43 @@ def order_chunk(
     e_E = tl.arange(0, E_PAD)
     start = index << log_chunk
     end = tl.minimum(start + (1 << log_chunk), num_slots)
-    ids_N, experts_N = _slots(start + b_N, end, ids_ptr, id_stride_t, id_stride_k, map_ptr, num_valid, K, E, E_ROUTING)
+    n_N = start + b_N
+    ids_N = _ids(n_N, end, ids_ptr, id_stride_t, id_stride_k, K)
+    ids_N, experts_N = _experts(ids_N, n_N, end, map_ptr, num_valid, K, E, E_ROUTING)
+    if experts_P is not None and TOKENS == 1 and K <= BLOCK:  # noqa: SIM102 (the compiler decides the outer one)
+        if num_slots == K:  # what is at hand saves a trip to memory
+            b_K = tl.minimum(b_N, K_PAD - 1)
+            experts_N = tl.where(b_N < K, tl.gather(experts_P, b_K, 0), E)
 
     # All slots of each expert, and those in earlier chunks.
+    before_E = tl.zeros([E_PAD], tl.int32)
     if num_chunks == 1:
         total_E = _counts(experts_N, E, E_PAD)
-        before_E = tl.zeros([E_PAD], tl.int32)
         more = start + BLOCK
         while more < end:
-            _, more_N = _slots(more + b_N, end, ids_ptr, id_stride_t, id_stride_k, map_ptr, num_valid, K, E, E_ROUTING)
+            more_N = _ids(more + b_N, end, ids_ptr, id_stride_t, id_stride_k, K)
+            _, more_N = _experts(more_N, more + b_N, end, map_ptr, num_valid, K, E, E_ROUTING)
             total_E += _counts(more_N, E, E_PAD)
             more += BLOCK
     else:
         total_E = tl.zeros([E_PAD], tl.int32)
-        before_E = tl.zeros([E_PAD], tl.int32)
+        # The sums, then the counts of the chunks before this one in its own sum.
+        sums = (num_chunks + SUMMED - 1) // SUMMED
+        own_sum = index // SUMMED
+        own_first = own_sum * SUMMED
+        num_rows = sums + index - own_first
         first = 0
-        while first < num_chunks:
+        while first < num_rows:
             rows_E = ()  # type: tuple[Any, ...]  # loads first, so that all are under way at once
-            for row in tl.static_range(COUNT_ROWS):
-                there_E = e_E < tl.where(first + row < num_chunks, E, 0)
-                count_ptrs = counts_ptr + (first + row) * E + e_E
+            for i in tl.static_range(COUNT_ROWS):
+                row = first + i
+                there_E = e_E < tl.where(row < num_rows, E, 0)
+                count_ptrs = counters_ptr + FIRST_COUNT + (row + tl.where(row < sums, 0, own_first)) * E + e_E
                 rows_E += (tl.load(count_ptrs, mask=there_E, other=0, cache_modifier=".cg"),)
-            for row in tl.static_range(COUNT_ROWS):
-                total_E += rows_E[row]
-                before_E += tl.where(first + row < index, rows_E[row], 0)
+            for i in tl.static_range(COUNT_ROWS):
+                row = first + i
+                total_E += tl.where(row < sums, rows_E[i], 0)
+                before_E += tl.where((row < own_sum) | (row >= sums), rows_E[i], 0)
             first += COUNT_ROWS
 
     first_E = tl.cumsum(total_E, 0) - total_E
@@ -210,7 +271,7 @@ def order_chunk(
 
     # Blocks: block j of an expert, or of the empty ones, is written by the program j modulo the number of chunks.
     block_m = 1 << log_block_m
-    blocks_E = (total_E + block_m - 1) >> log_block_m
+    blocks_E = tl.where(total_E > 0, tl.maximum((total_E + block_m - 1 - tail) >> log_block_m, 1), 0)
     first_block_E = tl.cumsum(blocks_E, 0) - blocks_E
     most_blocks = tl.max(blocks_E)
     j = index
@@ -220,7 +281,8 @@ def order_chunk(
         row_E = first_E + (j << log_block_m)
         tl.store(block_ptrs, e_E, mask=has_block_E)
         tl.store(block_ptrs + num_blocks, row_E, mask=has_block_E)
-        tl.store(block_ptrs + 2 * num_blocks, tl.minimum(row_E + block_m, first_E + total_E), mask=has_block_E)
+        end_E = tl.where(j == blocks_E - 1, first_E + total_E, row_E + block_m)
+        tl.store(block_ptrs + 2 * num_blocks, end_E, mask=has_block_E)
         j += num_chunks
     first_rest = tl.sum(blocks_E)
     rest = first_rest + index * BLOCK
@@ -237,6 +299,8 @@ def order_chunk(
     row_E = first_E + before_E
     while start < end:
         n_N = start + b_N
+        start += BLOCK
+        next_N = _ids(start + b_N, end, ids_ptr, id_stride_t, id_stride_k, K)  # under way while this block is placed
         inside_N = n_N < end
         has_row_N = experts_N < E
         earlier_NN = (experts_N[:, None] == experts_N[None, :]) & (b_N[:, None] < b_N[None, :])
@@ -249,9 +313,6 @@ def order_chunk(
             weights_ptrs = weights_ptr + (n_N // K).to(tl.int64) * weight_stride_t + n_N % K * weight_stride_k
             weights_N = tl.load(weights_ptrs, mask=counts_N & inside_N, other=0.0).to(tl.float32)
             tl.store(weights_out_ptr + n_N, weights_N, mask=inside_N)
-        start += BLOCK
         if start < end:
             row_E += _counts(experts_N, E, E_PAD)
-            ids_N, experts_N = _slots(
-                start + b_N, end, ids_ptr, id_stride_t, id_stride_k, map_ptr, num_valid, K, E, E_ROUTING
-            )
+        ids_N, experts_N = _experts(next_N, start + b_N, end, map_ptr, num_valid, K, E, E_ROUTING)

@@ -1,15 +1,18 @@
 """Choice and row order, in one launch where both are to be made.
 
-Programs that produce (choose a token's experts, or count a chunk's slots) come first, those that order a chunk after
+Programs that produce (choose for a few tokens, or count a chunk's slots) come first, those that order a chunk after
 them; for the order of all chunks everything that is produced has to be there:
 
 - One chunk: the producer that arrives last orders it. Nobody waits.
 - Several: the programs that order them wait until all producers have arrived. Producers never wait, so this ends if
-  they get to run. They do: at most 64 programs wait, and a GPU holds more programs of this kernel at once (at least two
-  on each multiprocessor, by their registers), so those that wait never fill it, in whatever order it starts programs.
-  GPUs also start them by ascending number, producers first.
+  they get to run. They do:
+  - Up to 64 chunks: at most 64 programs wait, and a GPU holds more programs of this kernel at once (at least two on
+    each multiprocessor, by their registers), so those that wait never fill it, in whatever order it starts programs.
+  - More: each program first draws a ticket, and the first ones to do so are the producers. So when a program begins to
+    wait, all producers run already, whatever their number and whatever else fills the GPU, and what runs goes on.
+  GPUs also start programs by ascending number, producers first, which keeps waits short.
 
-The counter of arrivals begins at zero, which an earlier launch of the call sees to.
+Arrivals and tickets are counted from zero, which an earlier launch of the call sees to.
 """
 
 from __future__ import annotations
@@ -22,19 +25,23 @@ import triton.language as tl
 from torch import Tensor
 
 from dsmoe_op.config import MoEConfig
-from dsmoe_op.kernels.choose import choose_token
+from dsmoe_op.kernels.choose import choose_tokens
 from dsmoe_op.kernels.launch import TL_DTYPE, launch, row_stride
-from dsmoe_op.kernels.order import FIRST_COUNT, Rows, count_chunk, num_chunks, order_chunk
+from dsmoe_op.kernels.order import TICKETS, Rows, count_chunk, count_slots, num_chunks, num_zeros, order_chunk, zero
 from dsmoe_op.kernels.overlap import begin
 from dsmoe_op.tuning import (
     OrderBlock,
+    choice_tokens,
     order_block,
     order_variants,
     router_most_splits,
     splits_variant,
     splits_variants,
 )
-from dsmoe_op.tuning import order_chunk as chunk_size
+from dsmoe_op.tuning import order_chunk_size as chunk_size
+
+MOST_WAITING = tl.constexpr(64)
+"""Programs that may wait though others of the launch may not have begun."""
 
 
 def choose(
@@ -69,7 +76,7 @@ def choose(
         expert_map: int32 [E], id -> row of the weights, -1 for none. None: id = row.
         num_experts: rows of the weights; None for E.
         rows: written; the counters are all zero before.
-        counters: without `rows`: int32; the first one is zeroed, for an `order_rows` that comes later.
+        counters: without `rows`: those of the `Rows` of an `order_rows` that comes later; zeroed as it needs them.
     """
     splits, T, num_logits = (1, *logits.shape) if logits.dim() == 2 else logits.shape
     if T == 0:
@@ -78,6 +85,7 @@ def choose(
     E = E_routing if num_experts is None else num_experts
     groups = config.n_group or 1
     groups_pad, members_pad = triton.next_power_of_2(groups), triton.next_power_of_2(num_logits // groups)
+    lanes = min(32, members_pad)
     args = {
         "logits_ptr": logits,
         "logits_stride": row_stride(logits) if logits.dim() == 2 else num_logits,
@@ -90,18 +98,19 @@ def choose(
         "id_stride_t": config.top_k,
         "id_stride_k": 1,
         "weights_ptr": topk_weights_TK,
-        "producers": T,
+        "num_slots": T * config.top_k,
     }
     rounds = router_weight is not None and config.router_dtype == "model"
     most_splits = 1 if router_weight is None else router_most_splits(router_weight.shape[1])
     meta = {
         "ROUND_TO": TL_DTYPE[model_dtype] if rounds else None,
         "K": config.top_k,
-        "K_PAD": triton.next_power_of_2(config.top_k),
+        "K_PAD": max(lanes, triton.next_power_of_2(config.top_k)),
         "GROUPS": groups,
         "GROUPS_PAD": groups_pad,
         "MEMBERS": num_logits // groups,
         "MEMBERS_PAD": members_pad,
+        "LANES": lanes,
         "TOPK_GROUP": config.topk_group or 0,
         "TOP2_SUM": config.group_score == "top2_sum",
         "LOST": float("-inf") if config.group_mask == "-inf" else 0.0,
@@ -114,16 +123,17 @@ def choose(
         "WEIGHT_DTYPE": TL_DTYPE[model_dtype] if config.weight_dtype == "model" else tl.float32,
     }
     if rows is not None:
-        args |= _order_args(T * config.top_k, rows)
-    else:
+        args |= _order_args(T * config.top_k, rows, alone=False)
+    elif counters is not None:
         args["counters_ptr"] = counters
-    if rows is None and router_weight is None:
-        blocks: tuple[OrderBlock, ...] = (OrderBlock(0, 1),)
-    else:  # as many warps with the order as without it, since the sum of a softmax depends on them in its last bit
+        args["zeros"] = num_zeros(T * config.top_k, E, alone=True)
+    if rows is None:
+        blocks: tuple[OrderBlock, ...] = (OrderBlock(0, 4),)
+    else:
         blocks = order_variants() if warmup else (order_block(T * config.top_k),)
     for variant in splits_variants(most_splits) if warmup else (splits_variant(splits),):
         for block in blocks:
-            _launch(T, args, meta | {"SPLITS": variant}, E, E_routing, config.num_zero_experts, block, warmup)
+            _launch(args, meta | {"SPLITS": variant}, E, E_routing, config.num_zero_experts, block, warmup, T=T)
 
 
 def order_rows(
@@ -149,14 +159,14 @@ def order_rows(
         num_valid_tokens: int32 [1]; slots of later tokens contribute nothing.
         num_experts: rows of the weights, E.
         num_zero_experts: Z; ids E_routing..E_routing+Z-1 have no row, but keep id and weight.
-        rows: written. Where `num_chunks` is not 1, the first of the counters is zero before.
+        rows: written. Where `num_chunks` is not 1, the first `num_zeros` counters are zero before.
         ids_out_TK, weights_out_TK: written; int32 and float32 [T, K] contiguous, with -1 and 0 where the slot
             contributes nothing. None where the inputs are already so, from `choose`.
     """
     T, K = topk_ids_TK.shape
     if T == 0:
         return
-    chunks = num_chunks(T * K)
+    chunks = num_chunks(T * K, alone=True)
     E_routing = num_experts if expert_map is None else expert_map.shape[0]
     args = {
         "num_valid_ptr": num_valid_tokens,
@@ -167,23 +177,25 @@ def order_rows(
         "ids_out_ptr": ids_out_TK,
         "weights_out_ptr": weights_out_TK,
         "producers": chunks if chunks > 1 else 0,
-        **_order_args(T * K, rows),
+        **_order_args(T * K, rows, alone=True),
     }
     if weights_out_TK is not None:
         assert topk_weights_TK is not None
         args["weights_ptr"] = topk_weights_TK
         args["weight_stride_t"], args["weight_stride_k"] = topk_weights_TK.stride()
     for block in order_variants() if warmup else (order_block(T * K),):
-        _launch(args["producers"], args, {"K": K}, num_experts, E_routing, num_zero_experts, block, warmup)
+        _launch(args, {"K": K}, num_experts, E_routing, num_zero_experts, block, warmup)
 
 
-def zero_counters(counters: Tensor, *, warmup: bool = False) -> None:
-    """Zeroes the first of the counters, int32: a launch for calls in which nothing else comes before `order_rows`."""
-    launch(_zero, (1,), (counters,), {"num_warps": 1}, warmup=warmup)
+def zero_counters(rows: Rows, *, warmup: bool = False) -> None:
+    """Zeroes the counters as `order_rows` needs them: a launch for calls in which nothing else comes before it."""
+    zeros = num_zeros(rows.sorted_slot_N.shape[0], rows.offsets.shape[0] - 1, alone=True)
+    launch(_zero, (triton.cdiv(zeros, 128),), (rows.counters, zeros), {"num_warps": 1}, warmup=warmup)
 
 
-def _order_args(num_slots: int, rows: Rows) -> dict[str, Any]:
+def _order_args(num_slots: int, rows: Rows, *, alone: bool) -> dict[str, Any]:
     assert rows.block_m & (rows.block_m - 1) == 0, rows.block_m
+    assert 0 <= rows.tail < rows.block_m, rows.tail
     return {
         "counters_ptr": rows.counters,
         "offsets_ptr": rows.offsets,
@@ -194,15 +206,15 @@ def _order_args(num_slots: int, rows: Rows) -> dict[str, Any]:
         "row_of_ptr": rows.row_of_TK,
         "blocks_ptr": rows.blocks_3B,
         "num_slots": num_slots,
-        "log_chunk": chunk_size(num_slots).bit_length() - 1,
-        "num_chunks": num_chunks(num_slots),
+        "log_chunk": chunk_size(num_slots, alone).bit_length() - 1,
+        "num_chunks": num_chunks(num_slots, alone=alone),
         "num_blocks": rows.blocks_3B.shape[1],
         "log_block_m": rows.block_m.bit_length() - 1,
+        "tail": rows.tail,
     }
 
 
 def _launch(
-    producers: int,
     args: dict[str, Any],
     meta: dict[str, Any],
     E: int,
@@ -210,15 +222,22 @@ def _launch(
     Z: int,
     block: OrderBlock,
     warmup: bool,
+    *,
+    T: int = 0,
 ) -> None:
-    chunks = args.get("num_chunks", 0)
-    programs = producers + (chunks if chunks > 1 or not producers else 0)
+    """Args: T: tokens to choose for; 0 for none."""
     E_pad = max(32, triton.next_power_of_2(E))
     # More than a warp where its registers would not do.
     widest = max(E_pad, meta.get("GROUPS_PAD", 1) * meta.get("MEMBERS_PAD", 1))
     num_warps = block.num_warps if widest <= 512 else 4
+    if T:
+        meta = {**meta, "TOKENS": num_warps * 32 // meta["LANES"]}
+        tokens = choice_tokens(T, meta["TOKENS"])
+        args = {**args, "tokens": tokens, "producers": triton.cdiv(T, tokens)}
+    producers, chunks = args["producers"], args.get("num_chunks", 0)
+    programs = producers + (chunks if chunks > 1 or not producers else 0)
     meta = {
-        "CHOOSES": "logits_ptr" in args,
+        "CHOOSES": T > 0,
         "ORDERS": chunks > 0,
         **_NO_CHOICE,
         **meta,
@@ -227,8 +246,9 @@ def _launch(
         "E_ROUTING": E_routing,
         "Z": Z,
         "BLOCK": block.slots,
+        "WHOLE": block.whole,
         # As many loads at once as registers allow.
-        "COUNT_ROWS": max(2, min(16, 1024 * num_warps // E_pad)),
+        "COUNT_ROWS": max(2, min(8, 1024 * num_warps // E_pad)),
         "num_warps": num_warps,
     }
     launch(_route, (programs,), tuple(args.get(name, other) for name, other in _ARGUMENTS), meta, warmup=warmup)
@@ -249,6 +269,8 @@ _ARGUMENTS: tuple[tuple[str, int | None], ...] = (
     ("weight_stride_t", 0),
     ("weight_stride_k", 0),
     ("producers", 0),
+    ("tokens", 0),
+    ("zeros", 0),
     ("counters_ptr", None),
     ("offsets_ptr", None),
     ("taken_ptr", None),
@@ -264,21 +286,23 @@ _ARGUMENTS: tuple[tuple[str, int | None], ...] = (
     ("num_chunks", 0),
     ("num_blocks", 0),
     ("log_block_m", 0),
+    ("tail", 0),
 )
 """The kernel's runtime arguments in order, and what stands for one that a launch has no use for."""
 
 _NO_CHOICE: dict[str, Any] = dict.fromkeys(
     (
-        "SPLITS", "ROUND_TO", "K_PAD", "GROUPS", "GROUPS_PAD", "MEMBERS", "MEMBERS_PAD", "TOPK_GROUP", "TOP2_SUM",
-        "LOST", "SCORE", "CHOICE_ON", "WEIGHTS_FROM", "NORMALIZE", "SCALE", "STEP_DTYPE", "WEIGHT_DTYPE",
+        "SPLITS", "ROUND_TO", "K_PAD", "GROUPS", "GROUPS_PAD", "MEMBERS", "MEMBERS_PAD", "LANES", "TOKENS",
+        "TOPK_GROUP", "TOP2_SUM", "LOST", "SCORE", "CHOICE_ON", "WEIGHTS_FROM", "NORMALIZE", "SCALE", "STEP_DTYPE",
+        "WEIGHT_DTYPE",
     )
 )  # fmt: skip
 
 
-@triton.jit
-def _zero(counters_ptr, EARLY: tl.constexpr = False, FOLLOWED: tl.constexpr = False):
+@triton.jit(do_not_specialize=["zeros"])
+def _zero(counters_ptr, zeros, EARLY: tl.constexpr = False, FOLLOWED: tl.constexpr = False):
     begin(EARLY, FOLLOWED)
-    tl.store(counters_ptr, 0)
+    zero(counters_ptr, zeros, tl.program_id(0), tl.num_programs(0))
 
 
 @triton.jit(
@@ -290,12 +314,15 @@ def _zero(counters_ptr, EARLY: tl.constexpr = False, FOLLOWED: tl.constexpr = Fa
         "weight_stride_t",
         "weight_stride_k",
         "producers",
+        "tokens",
+        "zeros",
         "num_arrivals",
         "num_slots",
         "log_chunk",
         "num_chunks",
         "num_blocks",
         "log_block_m",
+        "tail",
     ],
     do_not_specialize_on_alignment=[
         "router_bias_ptr",
@@ -324,6 +351,8 @@ def _route(
     weight_stride_t,
     weight_stride_k,
     producers,
+    tokens,
+    zeros,
     counters_ptr,
     offsets_ptr,
     taken_ptr,
@@ -339,6 +368,7 @@ def _route(
     num_chunks,
     num_blocks,
     log_block_m,
+    tail,
     CHOOSES: tl.constexpr,
     ORDERS: tl.constexpr,
     SPLITS: tl.constexpr,
@@ -349,6 +379,8 @@ def _route(
     GROUPS_PAD: tl.constexpr,
     MEMBERS: tl.constexpr,
     MEMBERS_PAD: tl.constexpr,
+    LANES: tl.constexpr,
+    TOKENS: tl.constexpr,
     TOPK_GROUP: tl.constexpr,
     TOP2_SUM: tl.constexpr,
     LOST: tl.constexpr,
@@ -364,25 +396,33 @@ def _route(
     E_ROUTING: tl.constexpr,
     Z: tl.constexpr,
     BLOCK: tl.constexpr,
+    WHOLE: tl.constexpr,
     COUNT_ROWS: tl.constexpr,
     EARLY: tl.constexpr = False,
     FOLLOWED: tl.constexpr = False,
 ):
     begin(EARLY, FOLLOWED)
     program = tl.program_id(0)
+    if ORDERS and not WHOLE:  # noqa: SIM102 (the compiler decides the outer one)
+        if num_chunks > MOST_WAITING:
+            program = tl.atomic_add(counters_ptr + TICKETS, 1, sem="relaxed")
     chunk = program - producers  # to be ordered; none where it is negative
+    if CHOOSES:
+        experts_P = tl.full([TOKENS * K_PAD], E, tl.int32)
+    else:
+        experts_P = None
     if program < producers:
         if CHOOSES:
             LOGITS: tl.constexpr = GROUPS * MEMBERS
-            token = program.to(tl.int64)
-            if SPLITS > 1:  # contiguous, so that loads are seen to be aligned
-                row_ptr = logits_ptr + token * LOGITS
-            else:
-                row_ptr = logits_ptr + token * logits_stride
-            experts_K = choose_token(
-                token,
-                row_ptr,
-                producers.to(tl.int64) * LOGITS,
+            num_tokens = num_slots // K
+            first_token = program * tokens
+            end_token = tl.minimum(first_token + tokens, num_tokens)
+            experts_P = choose_tokens(
+                first_token.to(tl.int64),
+                end_token.to(tl.int64),
+                logits_ptr,
+                logits_stride,
+                num_tokens.to(tl.int64) * LOGITS,
                 num_splits,
                 router_bias_ptr,
                 bias_ptr,
@@ -398,6 +438,8 @@ def _route(
                 GROUPS_PAD,
                 MEMBERS,
                 MEMBERS_PAD,
+                LANES,
+                TOKENS,
                 TOPK_GROUP,
                 TOP2_SUM,
                 LOST,
@@ -412,28 +454,27 @@ def _route(
                 E_ROUTING,
                 Z,
             )
-            if ORDERS:
+            if ORDERS:  # noqa: SIM102
                 if num_chunks > 1:
-                    k_K = tl.arange(0, K_PAD)
-                    has_row_K = (k_K < K) & (experts_K < E)
-                    chunk_K = (program * K + k_K) >> log_chunk
-                    tl.atomic_add(
-                        counters_ptr + FIRST_COUNT + chunk_K * E + experts_K, 1, mask=has_row_K, sem="relaxed"
-                    )
-            elif counters_ptr is not None:  # noqa: SIM102 (the compiler decides the outer one)
-                if program == 0:
-                    tl.store(counters_ptr, 0)
+                    p_P = tl.arange(0, TOKENS * K_PAD)
+                    token_P = first_token + p_P // K_PAD
+                    slot_P = token_P * K + p_P % K_PAD
+                    is_slot_P = (token_P < end_token) & (p_P % K_PAD < K)
+                    count_slots(experts_P, slot_P, is_slot_P, log_chunk, num_chunks, counters_ptr, E)
+            if not ORDERS and counters_ptr is not None:
+                zero(counters_ptr, zeros, program, producers)
         else:
             count_chunk(
                 program,
                 log_chunk,
+                num_chunks,
                 num_slots,
                 ids_ptr,
                 id_stride_t,
                 id_stride_k,
                 map_ptr,
                 num_valid_ptr,
-                counters_ptr + FIRST_COUNT,
+                counters_ptr,
                 K,
                 E,
                 E_PAD,
@@ -449,8 +490,11 @@ def _route(
                 arrived = producers
             if arrived == producers and num_chunks == 1:
                 chunk = 0
-    elif ORDERS:  # noqa: SIM102
+    elif ORDERS and not WHOLE:  # noqa: SIM102
         if producers > 0:
+            if num_chunks > MOST_WAITING:  # by loads, since so many additions would hold up arrivals
+                while tl.load(counters_ptr, volatile=True) < producers:
+                    pass
             while tl.atomic_add(counters_ptr, 0, sem="acquire") < producers:
                 pass
 
@@ -459,6 +503,7 @@ def _route(
             tl.debug_barrier()
             order_chunk(
                 chunk,
+                experts_P,
                 log_chunk,
                 num_chunks,
                 num_slots,
@@ -470,7 +515,7 @@ def _route(
                 weight_stride_k,
                 map_ptr,
                 num_valid_ptr,
-                counters_ptr + FIRST_COUNT,
+                counters_ptr,
                 offsets_ptr,
                 taken_ptr,
                 arrivals_ptr,
@@ -480,9 +525,12 @@ def _route(
                 blocks_ptr,
                 num_blocks,
                 log_block_m,
+                tail,
                 ids_out_ptr,
                 weights_out_ptr,
                 K,
+                K_PAD,
+                TOKENS,
                 E,
                 E_PAD,
                 E_ROUTING,

@@ -11,6 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from dsmoe_op.kernels.launch import INTERPRET, launch, row_stride
+from dsmoe_op.kernels.order import zero
 from dsmoe_op.kernels.overlap import begin
 from dsmoe_op.tuning import router_tile, router_variants
 
@@ -147,13 +148,8 @@ def _router_logits(
     begin(EARLY, FOLLOWED)
     split = tl.program_id(2)
     if counters_ptr is not None:
-        ZEROS: tl.constexpr = 128
-        programs = tl.num_programs(0) * tl.num_programs(1) * tl.num_programs(2)
-        start = ((split * tl.num_programs(1) + tl.program_id(1)) * tl.num_programs(0) + tl.program_id(0)) * ZEROS
-        while start < num_counters:
-            i = start + tl.arange(0, ZEROS)
-            tl.store(counters_ptr + i, tl.zeros([ZEROS], tl.int32), mask=i < num_counters)
-            start += programs * ZEROS
+        program = (split * tl.num_programs(1) + tl.program_id(1)) * tl.num_programs(0) + tl.program_id(0)
+        zero(counters_ptr, num_counters, program, tl.num_programs(0) * tl.num_programs(1) * tl.num_programs(2))
 
     t_T = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
     e_E = tl.program_id(1) * BLOCK_E + tl.arange(0, BLOCK_E)

@@ -32,6 +32,7 @@ class OrderBlock(NamedTuple):
 
     slots: int
     num_warps: int
+    whole: bool = False  # it holds all slots of a call, so that one chunk does and no program waits
 
 
 class RouterTile(NamedTuple):
@@ -55,8 +56,8 @@ class Routed(NamedTuple):
 _ROUTED: dict[str, tuple[Routed, ...]] = {
     # Up to 8 rows the bytes of the weights decide: many programs with deep loads. From 28 on the matrix unit does.
     "16bit": (
-        Routed(8, 160, Tile(16, 32, 128, 4, 4, swap=True), Tile(16, 64, 128, 4, 4, swap=True)),
-        Routed(8, ALL, Tile(16, 32, 128, 4, 4, swap=True), Tile(16, 128, 128, 4, 3, swap=True)),
+        Routed(8, 16, Tile(16, 32, 128, 4, 4, swap=True), Tile(16, 64, 128, 4, 4, swap=True)),
+        Routed(8, ALL, Tile(16, 32, 128, 4, 3, swap=True), Tile(16, 128, 128, 4, 3, swap=True)),
         Routed(28, ALL, Tile(32, 32, 128, 4, 4, swap=True), Tile(32, 64, 128, 4, 3, swap=True)),
         Routed(
             48,
@@ -120,9 +121,12 @@ _ROUTER_PROGRAMS = 264  # two for each multiprocessor of an H200
 _ROUTER_LEAST = 512  # columns of H that are worth a program of their own
 _SPLITS = (1, 4, 16)
 
-_ORDER: tuple[tuple[float, OrderBlock], ...] = ((32, OrderBlock(32, 1)), (ALL, OrderBlock(128, 4)))
+_CHOICE_APART = 128
+"""Tokens that are chosen for in a program each: about as many as multiprocessors, for each to load its own."""
+
+_ORDER: tuple[tuple[float, OrderBlock], ...] = ((32, OrderBlock(32, 1, whole=True)), (ALL, OrderBlock(128, 4)))
 """(most slots, block)"""
-_ORDER_LEAST, _ORDER_CHUNKS = 256, 64
+_ORDER_ONE_CHUNK, _ORDER_LEAST = 256, 128
 
 
 def gemm_kind(dtype: torch.dtype, allow_tf32: bool) -> str:
@@ -302,6 +306,11 @@ def splits_variants(most_splits: int) -> tuple[int, ...]:
     return tuple(variant for variant in _SPLITS if variant <= splits_variant(most_splits))
 
 
+def choice_tokens(T: int, most: int) -> int:
+    """Tokens that one program chooses for, side by side; at most `most`."""
+    return 1 if T <= _CHOICE_APART else most
+
+
 def order_block(num_slots: int) -> OrderBlock:
     """Block of the row order's kernel."""
     return next(block for most, block in _ORDER if num_slots <= most)
@@ -312,9 +321,14 @@ def order_variants() -> tuple[OrderBlock, ...]:
     return tuple(block for _, block in _ORDER)
 
 
-def order_chunk(num_slots: int) -> int:
-    """Slots that one program of the row order places: a power of two, so many that there are at most 64 programs."""
-    chunk = _ORDER_LEAST
-    while chunk * _ORDER_CHUNKS < num_slots:
+def order_chunk_size(num_slots: int, alone: bool) -> int:
+    """Slots that one program of the row order places, a power of two; `alone`: the order is a launch of its own.
+
+    Up to 256 slots are one chunk: nobody waits, and an order that is alone needs no zeroed counts, which are a launch
+    more. Then a program's time grows with its slots, and with the number of chunks, whose counts it adds up: up to 256
+    chunks of 128 slots, 512 of 256, 1024 of 512.
+    """
+    chunk = _ORDER_ONE_CHUNK if alone or num_slots <= _ORDER_ONE_CHUNK else _ORDER_LEAST
+    while 2 * chunk * chunk < num_slots:
         chunk *= 2
     return chunk

@@ -40,6 +40,7 @@ _RANGES = {
     "num_warps": (1, 16),
     "num_stages": (1, 16),
     "least_m": (0, 256),
+    "tail": (0, 128),
 }
 """What numbers of a tile may be. More than a GPU's memory or registers hold is still Triton's to refuse."""
 
@@ -160,8 +161,10 @@ class _Reader:
         if bucket(tokens) != most:
             self.refuse(f"{at}.tokens", "a number in the bucket that up_to names", tokens)
         gemm1, gemm2 = (self.tile(value[name], f"{at}.{name}") for name in ("gemm1", "gemm2"))
-        if gemm1.block_m != gemm2.block_m:
-            self.refuse(f"{at}.gemm2.block_m", f"that of gemm1, {gemm1.block_m}", gemm2.block_m)
+        for name in ("block_m", "tail"):
+            its, first = getattr(gemm2, name), getattr(gemm1, name)
+            if its != first:
+                self.refuse(f"{at}.gemm2.{name}", f"that of gemm1, {first}", its)
         for name in SHARED:
             if shape.S and name not in value:
                 self.refuse(f"{at}.{name}", f"a tile, since S={shape.S}", None)
@@ -201,6 +204,10 @@ class _Reader:
         tile = Tile(**value)
         if tile.least_m > tile.block_m:
             self.refuse(f"{at}.least_m", f"at most block_m, {tile.block_m}", tile.least_m)
+        if tile.tail and tile.tail >= tile.block_m:
+            self.refuse(f"{at}.tail", f"less than block_m, {tile.block_m}", tile.tail)
+        if tile.persistent and tile.tail:
+            self.refuse(f"{at}.tail", "0, since it is persistent", tile.tail)
         if tile.persistent and tile.block_m != PERSISTENT_M:
             self.refuse(f"{at}.block_m", f"{PERSISTENT_M}, since it is persistent", tile.block_m)
         return tile

@@ -17,10 +17,11 @@ class Tile(NamedTuple):
     tma: bool = False  # w is fetched by the copy engine
     persistent: bool = False  # GEMM 2 by `gemm2_persistent` where it takes the weights; block_m is 128 then
     least_m: int = 0  # a block half empty or emptier takes a tile of half the height, down to this many rows; 0: never
+    tail: int = 0  # so many rows more than block_m may an expert's last block have, in a product of their own
 
 
 class LayerTiles(NamedTuple):
-    """Tiles of one call. gemm1 and gemm2 have one block_m, that of the map of blocks."""
+    """Tiles of one call. gemm1 and gemm2 have one block_m and one tail, those of the map of blocks."""
 
     gemm1: Tile
     gemm2: Tile
@@ -38,7 +39,7 @@ ONE_LAUNCH_TOKENS = 64
 
 def one_launch(kind: str, most: float, gemm1: Tile, gemm2: Tile) -> bool:
     """Whether calls of at most that many tokens have the routed experts' products in one launch, with these tiles."""
-    plain = not any(tile.tma or tile.persistent or tile.least_m not in (0, tile.block_m) for tile in (gemm1, gemm2))
+    plain = not any(t.tma or t.persistent or t.tail or t.least_m not in (0, t.block_m) for t in (gemm1, gemm2))
     alike = (gemm1.block_m, gemm1.num_warps) == (gemm2.block_m, gemm2.num_warps)
     return kind == "16bit" and most <= ONE_LAUNCH_TOKENS and plain and alike
 
