@@ -1015,8 +1015,7 @@ def pairs_of_one_launch() -> list[tuple[Tile, Tile]]:
 
 
 @pytest.mark.parametrize("tiles", pairs_of_one_launch(), ids=lambda pair: "-".join(map(tile_id, pair)))
-@pytest.mark.parametrize("columns", [1, 3])
-def test_one_launch_has_the_bits_of_gemm1_gemm2_and_finalize(rng, tiles, columns):
+def test_one_launch_has_the_bits_of_gemm1_gemm2_and_finalize(rng, tiles):
     """With several blocks of an expert, masked edges, and routed experts alone or beside the shared one."""
     T, H, I, S, E, K = 40, 272, 48, 80, 5, 3
     one, two = tiles
@@ -1042,7 +1041,7 @@ def test_one_launch_has_the_bits_of_gemm1_gemm2_and_finalize(rng, tiles, columns
                 second |= {"shared_w2": shared_w2, "gate_T": gate, "shared_TH": shared}
             if together:
                 kernels.experts(
-                    x, config=config, tiles=tiles, rows=rows, topk_ids_TK=ids, topk_weights_TK=weights, each=columns,
+                    x, config=config, tiles=tiles, rows=rows, topk_ids_TK=ids, topk_weights_TK=weights,
                     out_TH=out if ends else None, **first, **second,
                 )  # fmt: skip
             else:

@@ -69,7 +69,6 @@ WIDE = {"H": 2048, "E": 64, "I": 320, "S": 640}
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_a_wide_layer_with_every_option_has_them_too(schedule) -> None:
-    """Programs of several tiles of columns, and weights asked for ahead."""
     config = MoEConfig(top_k=6, score="softmax", num_zero_experts=8, combine="average", w13_order="up_gate")
     options = {"shared_gate": True, "expert_bias": True, "correction_bias": True, "device": "cuda"}
     for T in TOKENS:

@@ -24,14 +24,8 @@ def arrive(counter_ptr):
 
 
 @triton.jit
-def has_come(counter_ptr, count):
-    """Whether `count` programs have arrived. If so, their writes are seen after the next barrier."""
-    return tl.atomic_add(counter_ptr, 0, sem="acquire") >= count
-
-
-@triton.jit
 def wait_for(counter_ptr, count):
     """Goes on when `count` programs have arrived."""
-    while not has_come(counter_ptr, count):
+    while tl.atomic_add(counter_ptr, 0, sem="acquire") < count:
         pass
     tl.debug_barrier()

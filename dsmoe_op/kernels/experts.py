@@ -5,14 +5,10 @@ Programs by ascending number:
     [GEMM 1, shared] [GEMM 1, routed] [GEMM 2, column after column: shared and routed blocks] [sums]
 
 The shared expert's are there where it is fused, the sums where the launch ends the layer. A program of GEMM 1 arrives
-at its block's counter; one of GEMM 2 waits there for all columns of its block, works through some neighbouring columns
-of its own, and arrives at their counter; the sums of some tokens there wait for all blocks. So each waits for programs
-of lower numbers alone (`arrivals.py`). Different blocks' products, and the sums of the first columns, run side by side
-where launches would wait for the last program. The tiles, and thereby the bits, are those of `gemm1`, `gemm2` and
-`finalize`.
-
-All programs have the shared memory of the largest kind, and GEMM 2 alone would have more of them on a multiprocessor.
-Hence the columns of a program are one loop, in which the next one's weights are always under way.
+at its block's counter; one of GEMM 2 waits there for all columns of its block, and arrives at its column's; the sums of
+some tokens in a column wait for all blocks of it. So each waits for programs of lower numbers alone (`arrivals.py`).
+Different blocks' products, and the sums of the first columns, run side by side where launches would wait for the last
+program. The tiles, and thereby the bits, are those of `gemm1`, `gemm2` and `finalize`.
 """
 
 from __future__ import annotations
@@ -22,13 +18,13 @@ import triton.language as tl
 from torch import Tensor
 
 from dsmoe_op.config import MoEConfig
-from dsmoe_op.kernels.arrivals import arrive, has_come, wait_for
+from dsmoe_op.kernels.arrivals import arrive, wait_for
 from dsmoe_op.kernels.finalize import sum_of_rows
 from dsmoe_op.kernels.gemm import _block
 from dsmoe_op.kernels.launch import INTERPRET, launch, row_stride
 from dsmoe_op.kernels.order import Rows
 from dsmoe_op.kernels.overlap import begin
-from dsmoe_op.tuning import Tile, experts_columns, experts_stages, one_launch
+from dsmoe_op.tuning import Tile, one_launch
 
 
 def num_arrivals(num_blocks: int, T: int, H: int, gemm2: Tile) -> int:
@@ -59,8 +55,6 @@ def experts(
     num_valid_tokens: Tensor | None = None,
     out_TH: Tensor | None = None,
     allow_tf32: bool = False,
-    each: int | None = None,
-    prefetch: int = 128 << 10,
     warmup: bool = False,
 ) -> None:
     """h and y of the routed experts, those of the shared one where shared_w13 is given, and out where it is.
@@ -70,8 +64,6 @@ def experts(
         rows: as `order_rows` leaves them; `num_arrivals` zeros in arrivals, which are changed.
         topk_ids_TK, topk_weights_TK: int32 and float32 [T, K], contiguous, as `choose` and `order_rows` leave them.
         shared_TH: written with shared_w13, else read for out, if there is a shared expert; [T, H] contiguous.
-        each: tiles of columns that a program of GEMM 2 works through; None: as many as leave enough programs.
-        prefetch: bytes of its weights that a program of GEMM 2 asks the L2 cache for while it waits.
 
     The others, and what is done with them, as in `gemm1`, `gemm2` and `finalize`.
     """
@@ -84,17 +76,13 @@ def experts(
     S = h_shared_TS.shape[1] if fused and h_shared_TS is not None else 0
     num_blocks, row_blocks = rows.blocks_3B.shape[1], triton.cdiv(T, one.block_m) if fused else 0
     gemm1_programs = num_blocks * triton.cdiv(I, one.block_n) + row_blocks * triton.cdiv(S, one.block_n)
-    blocks, columns = num_blocks + row_blocks, triton.cdiv(H, two.block_n)
-    each = each or experts_columns(blocks * columns)
+    columns = triton.cdiv(H, two.block_n)
     # 16 bytes of each row for a thread, as in `finalize`.
     tokens = max(1, 32 * two.num_warps * (16 // y_NH.element_size()) // two.block_n)
-    sums = columns * triton.cdiv(T, tokens) if ends else 0
+    programs = gemm1_programs + (num_blocks + row_blocks) * columns + (columns * triton.cdiv(T, tokens) if ends else 0)
     if not warmup:
         assert rows.block_m == one.block_m
-        assert rows.arrivals.numel() >= blocks + columns
-    # Lines of 128 bytes in a row of w2, if all of them can be asked for.
-    lines = max(triton.next_power_of_2(triton.cdiv(n * w2.element_size(), 128)) for n in (I, max(1, S)))
-    lines = max(1, min(lines, prefetch // (128 * two.block_n)))
+        assert rows.arrivals.numel() >= num_blocks + row_blocks + columns
     zero_experts = ends and config.num_zero_experts > 0
     args = (
         x_TH,
@@ -122,10 +110,9 @@ def experts(
         rows.row_of_TK if ends else None,
         out_TH,
         T,
-        each,
-        min(each, max(1, prefetch // (128 * two.block_n * lines))),
     )
-    stages = experts_stages(one, two, H, 2 if config.gated else 1, x_TH.element_size())
+    steps = [max(triton.cdiv(n, tile.block_k) for n in of) for tile, of in ((one, (H,)), (two, (I, S)))]
+    stages = [max(2, min(tile.num_stages, n)) for tile, n in zip(tiles, steps, strict=True)]
     meta = {
         "K": K,
         "H": H,
@@ -148,174 +135,19 @@ def experts(
         "BLOCK_N": tuple(tile.block_n for tile in tiles),
         "BLOCK_K": tuple(tile.block_k for tile in tiles),
         "SWAP": tuple(tile.swap for tile in tiles),
-        "STAGES": stages,
+        "STAGES": tuple(stages),
         "BLOCK_T": tokens,
         "AT_ONCE": 8,
         "PRECISION": "tf32" if allow_tf32 else "ieee",
-        "LINES": 0 if INTERPRET or not prefetch else triton.next_power_of_2(lines + 1) // 2,
         "INTERPRET": INTERPRET,
         "num_warps": one.num_warps,
         "num_stages": max(stages),
     }
-    launch(_experts, (gemm1_programs + blocks * triton.cdiv(columns, each) + sums,), args, meta, warmup=warmup)
-
-
-@triton.jit
-def _wait(
-    counter_ptr,
-    count,
-    w_ptr,
-    column,
-    ahead,
-    ROWS: tl.constexpr,
-    INNER: tl.constexpr,
-    STRIDE: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    LINES: tl.constexpr,
-):
-    """Until h is there. Meanwhile the L2 cache is asked for the first LINES lines of 128 bytes of rows of w, in which
-    INNER elements lie side by side: of `ahead` tiles from row `column` on, of the ROWS that w has."""
-    if LINES > 0:
-        if not has_come(counter_ptr, count):
-            LINE: tl.constexpr = 1024 // w_ptr.dtype.element_ty.primitive_bitwidth
-            d_K = tl.minimum(tl.arange(0, LINES) * LINE, INNER - 1)
-            while ahead > 0:
-                row_N = tl.minimum(column + tl.arange(0, BLOCK_N), ROWS - 1).to(tl.int64)
-                tl.inline_asm_elementwise(
-                    "prefetch.global.L2 [$1]; mov.b32 $0, 0;",
-                    "=r,l",
-                    [w_ptr + row_N[:, None] * STRIDE + d_K[None, :]],
-                    dtype=tl.int32,
-                    is_pure=False,
-                    pack=1,
-                )
-                column += BLOCK_N
-                ahead -= 1
-            wait_for(counter_ptr, count)
-        tl.debug_barrier()
-    else:
-        wait_for(counter_ptr, count)
-
-
-@triton.jit
-def _step(
-    step,
-    sum,
-    a_ptrs,
-    in_M,
-    w_ptrs,
-    column,
-    rows_M,
-    in_out_M,
-    bias_ptr,
-    gate_ptr,
-    out_ptr,
-    COLUMNS: tl.constexpr,
-    INNER: tl.constexpr,
-    STRIDE_ROW: tl.constexpr,
-    STRIDE_INNER: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    SWAP: tl.constexpr,
-    ZEROS: tl.constexpr,
-    PRECISION: tl.constexpr,
-    INTERPRET: tl.constexpr,
-):
-    """One step of `_columns`: the product of BLOCK_K of the inner columns, and the end of a tile at its last step."""
-    STEPS: tl.constexpr = triton.cdiv(INNER, BLOCK_K)
-    start = step % STEPS * BLOCK_K
-    tile = step // STEPS
-    c_N = column + tile * BLOCK_N + tl.arange(0, BLOCK_N)
-    in_N = c_N < COLUMNS
-    in_a = in_M[:, None]
-    in_w = in_N[:, None]
-    if INNER % BLOCK_K != 0:
-        in_K = (tl.arange(0, BLOCK_K) < INNER - start)[None, :]
-        in_a = in_a & in_K
-        in_w = in_w & in_K
-    a = tl.load(a_ptrs + start, mask=in_a, other=0.0)
-    w_ptrs += (tile * BLOCK_N).to(tl.int64) * STRIDE_ROW + start.to(tl.int64) * STRIDE_INNER
-    w = tl.load(w_ptrs, mask=in_w, other=0.0)
-    if INTERPRET:  # its bf16 products are wrong
-        a = a.to(tl.float32)
-    w = w.to(a.dtype)
-    sum = tl.where(start == 0, 0.0, sum)
-    if SWAP:
-        sum = tl.dot(w, a.T, sum, input_precision=PRECISION)
-    else:
-        sum = tl.dot(a, w.T, sum, input_precision=PRECISION)
-    if start + BLOCK_K >= INNER:
-        if SWAP:
-            out_MN = sum.T
-        else:
-            out_MN = sum
-        if bias_ptr is not None:
-            out_MN += tl.load(bias_ptr + c_N, mask=in_N, other=0.0).to(tl.float32)[None, :]
-        if gate_ptr is not None:
-            out_MN *= tl.load(gate_ptr + rows_M, mask=in_out_M, other=0.0)[:, None]
-        if ZEROS:  # whatever the weights hold
-            out_MN = tl.where(in_M[:, None], out_MN, 0.0)
-        out_ptrs = out_ptr + rows_M.to(tl.int64)[:, None] * COLUMNS + c_N[None, :]
-        tl.store(out_ptrs, out_MN.to(out_ptr.dtype.element_ty), mask=in_out_M[:, None] & in_N[None, :])
-    return sum
-
-
-@triton.jit
-def _columns(
-    a_ptr,
-    w_ptr,
-    bias_ptr,
-    gate_ptr,
-    out_ptr,
-    row,
-    end,
-    out_end,
-    column,
-    tiles,
-    COLUMNS: tl.constexpr,
-    INNER: tl.constexpr,
-    STRIDE_ROW: tl.constexpr,
-    STRIDE_INNER: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    SWAP: tl.constexpr,
-    ZEROS: tl.constexpr,
-    PRECISION: tl.constexpr,
-    INTERPRET: tl.constexpr,
-    STAGES: tl.constexpr,
-):
-    """What `gemm2` makes of a block of rows in so many tiles from `column` on, in one loop over all their steps."""
-    rows_M = row + tl.arange(0, BLOCK_M)
-    in_M = rows_M < end
-    in_out_M = rows_M < out_end
-    d_K = tl.arange(0, BLOCK_K)
-    a_ptrs = a_ptr + tl.where(in_M, rows_M, row).to(tl.int64)[:, None] * INNER + d_K[None, :]
-    row_N = (column + tl.arange(0, BLOCK_N)).to(tl.int64)
-    w_ptrs = w_ptr + row_N[:, None] * STRIDE_ROW + d_K.to(tl.int64)[None, :] * STRIDE_INNER
-    if SWAP:
-        sum = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
-    else:
-        sum = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-    steps = tl.minimum(tiles, tl.cdiv(COLUMNS - column, BLOCK_N)) * tl.cdiv(INNER, BLOCK_K)
-    if INTERPRET:  # that of Triton 3.6 cannot take a `range` to a runtime number with numpy 2.4
-        step = steps * 0
-        while step < steps:
-            sum = _step(
-                step, sum, a_ptrs, in_M, w_ptrs, column, rows_M, in_out_M, bias_ptr, gate_ptr, out_ptr, COLUMNS, INNER,
-                STRIDE_ROW, STRIDE_INNER, BLOCK_N, BLOCK_K, SWAP, ZEROS, PRECISION, INTERPRET,
-            )  # fmt: skip
-            step += 1
-    else:
-        for step in tl.range(0, steps, num_stages=STAGES):
-            sum = _step(
-                step, sum, a_ptrs, in_M, w_ptrs, column, rows_M, in_out_M, bias_ptr, gate_ptr, out_ptr, COLUMNS, INNER,
-                STRIDE_ROW, STRIDE_INNER, BLOCK_N, BLOCK_K, SWAP, ZEROS, PRECISION, INTERPRET,
-            )  # fmt: skip
+    launch(_experts, (programs,), args, meta, warmup=warmup)
 
 
 @triton.jit(
-    do_not_specialize=["T", "num_blocks", "row_blocks", "each", "ahead"],
+    do_not_specialize=["T", "num_blocks", "row_blocks"],
     do_not_specialize_on_alignment=[
         "w13_bias_ptr",
         "w2_bias_ptr",
@@ -353,8 +185,6 @@ def _experts(
     row_of_ptr,
     out_ptr,
     T,
-    each,
-    ahead,
     K: tl.constexpr,
     H: tl.constexpr,
     I: tl.constexpr,
@@ -380,7 +210,6 @@ def _experts(
     BLOCK_T: tl.constexpr,
     AT_ONCE: tl.constexpr,
     PRECISION: tl.constexpr,
-    LINES: tl.constexpr,
     INTERPRET: tl.constexpr,
     EARLY: tl.constexpr = False,
     FOLLOWED: tl.constexpr = False,
@@ -393,11 +222,11 @@ def _experts(
     FUSED: tl.constexpr = shared_w13_ptr is not None
     ZEROS: tl.constexpr = num_valid_ptr is not None
     program = tl.program_id(0)
-    # A counter for each block, the shared expert's first, then one for the columns of each program of GEMM 2.
+    # A counter for each block, the shared expert's first, then one for each column.
     routed1 = row_blocks * SHARED_COLUMNS1
     gemm2 = routed1 + num_blocks * COLUMNS1
     blocks = row_blocks + num_blocks
-    sums = gemm2 + blocks * tl.cdiv(COLUMNS2, each)
+    sums = gemm2 + blocks * COLUMNS2
     columns_ptr = arrivals_ptr + blocks
     if program < gemm2:
         if FUSED:  # noqa: SIM102 (the compiler decides the outer one)
@@ -432,8 +261,7 @@ def _experts(
                 )  # fmt: skip
                 arrive(arrivals_ptr + row_blocks + block)
     elif program < sums:
-        group = (program - gemm2) // blocks
-        column = group * each * BLOCK_N2
+        column = (program - gemm2) // blocks * BLOCK_N2
         block = (program - gemm2) % blocks - row_blocks
         counter_ptr = arrivals_ptr + row_blocks + block
         if FUSED:  # noqa: SIM102
@@ -443,14 +271,11 @@ def _experts(
                 end = out_end
                 if num_valid_ptr is not None:
                     end = tl.minimum(end, tl.load(num_valid_ptr))
-                _wait(
-                    counter_ptr, SHARED_COLUMNS1, shared_w2_ptr, column, ahead, H, S, SHARED_W2_STRIDES[0], BLOCK_N2,
-                    LINES if SHARED_W2_STRIDES[1] == 1 else 0,
-                )  # fmt: skip
-                _columns(
-                    shared_h_ptr, shared_w2_ptr, None, gate_ptr, shared_ptr, row, end, out_end, column, each, H, S,
-                    SHARED_W2_STRIDES[0], SHARED_W2_STRIDES[1], BLOCK_M, BLOCK_N2, BLOCK_K[1], SWAP[1], ZEROS,
-                    PRECISION, INTERPRET, STAGES[1],
+                wait_for(counter_ptr, SHARED_COLUMNS1)
+                _block(
+                    shared_h_ptr, S, None, None, shared_w2_ptr, None, 0, None, gate_ptr, shared_ptr, row, end, out_end,
+                    column, K, H, S, SHARED_W2_STRIDES[0], SHARED_W2_STRIDES[1], None, None, None, False, BLOCK_M,
+                    BLOCK_M, 0, BLOCK_N2, BLOCK_K[1], SWAP[1], ZEROS, PRECISION, INTERPRET, STAGES[1],
                 )  # fmt: skip
         if block >= 0:
             expert = tl.load(blocks_ptr + block)
@@ -460,25 +285,20 @@ def _experts(
                 w2_ptr += expert.to(tl.int64) * W2_STRIDES[0]
                 if w2_bias_ptr is not None:
                     w2_bias_ptr += expert * H
-                _wait(
-                    counter_ptr, COLUMNS1, w2_ptr, column, ahead, H, I, W2_STRIDES[1], BLOCK_N2,
-                    LINES if W2_STRIDES[2] == 1 else 0,
-                )  # fmt: skip
-                _columns(
-                    h_ptr, w2_ptr, w2_bias_ptr, None, y_ptr, row, end, end, column, each, H, I, W2_STRIDES[1],
-                    W2_STRIDES[2], BLOCK_M, BLOCK_N2, BLOCK_K[1], SWAP[1], False, PRECISION, INTERPRET, STAGES[1],
+                wait_for(counter_ptr, COLUMNS1)
+                _block(
+                    h_ptr, I, None, None, w2_ptr, None, expert, w2_bias_ptr, None, y_ptr, row, end, end, column, K, H,
+                    I, W2_STRIDES[1], W2_STRIDES[2], None, None, None, False, BLOCK_M, BLOCK_M, 0, BLOCK_N2,
+                    BLOCK_K[1], SWAP[1], False, PRECISION, INTERPRET, STAGES[1],
                 )  # fmt: skip
             elif ZERO_TAIL:
                 rows_M = row + tl.arange(0, BLOCK_M)
-                columns_end = tl.minimum(column + each * BLOCK_N2, H)
-                while column < columns_end:
-                    c_N = column + tl.arange(0, BLOCK_N2)
-                    out_ptrs = y_ptr + rows_M.to(tl.int64)[:, None] * H + c_N[None, :]
-                    zeros_MN = tl.zeros([BLOCK_M, BLOCK_N2], y_ptr.dtype.element_ty)
-                    tl.store(out_ptrs, zeros_MN, mask=(rows_M < end)[:, None] & (c_N < H)[None, :])
-                    column += BLOCK_N2
+                c_N = column + tl.arange(0, BLOCK_N2)
+                out_ptrs = y_ptr + rows_M.to(tl.int64)[:, None] * H + c_N[None, :]
+                zeros_MN = tl.zeros([BLOCK_M, BLOCK_N2], y_ptr.dtype.element_ty)
+                tl.store(out_ptrs, zeros_MN, mask=(rows_M < end)[:, None] & (c_N < H)[None, :])
         if out_ptr is not None:
-            arrive(columns_ptr + group)
+            arrive(columns_ptr + (program - gemm2) // blocks)
     elif out_ptr is not None:
         groups = tl.cdiv(T, BLOCK_T)
         column = (program - sums) // groups
@@ -486,7 +306,7 @@ def _experts(
         h_H = (column * BLOCK_N2 + tl.arange(0, BLOCK_N2))[None, :]
         sum_TH = sum_of_rows(
             tl.zeros([BLOCK_T, BLOCK_N2], tl.float32), t_T, t_T < T, h_H, y_ptr, ids_ptr, weights_ptr, row_of_ptr,
-            shared_ptr, x_ptr if ids_ptr is not None else None, x_stride, columns_ptr + column // each, blocks, H, K,
+            shared_ptr, x_ptr if ids_ptr is not None else None, x_stride, columns_ptr + column, blocks, H, K,
             WEIGHT_ON_INPUT, ROUTED_SCALE, SCALE, AT_ONCE, ".cg",
         )  # fmt: skip
         tl.store(out_ptr + t_T * H + h_H, sum_TH.to(out_ptr.dtype.element_ty), mask=(t_T < T) & (h_H < H))

@@ -251,31 +251,6 @@ def _side_by_side(
     ]
 
 
-_EXPERTS_PROGRAMS, _EXPERTS_COLUMNS = 264, 4
-
-
-def experts_columns(tiles: int) -> int:
-    """Tiles of columns, of that many in all, that a program of the one launch's GEMM 2 works through."""
-    return max(1, min(_EXPERTS_COLUMNS, tiles // _EXPERTS_PROGRAMS))
-
-
-_MEMORY, _RESERVED = 228 << 10, 1 << 10
-"""Bytes of a multiprocessor's shared memory, and of it for each program beside its own."""
-
-
-def experts_stages(gemm1: Tile, gemm2: Tile, H: int, width: int, itemsize: int) -> tuple[int, int]:
-    """Stages of the two loops of the one launch: GEMM 1's as alone, and GEMM 2's without fewer programs at once.
-
-    Args:
-        width: rows of w in GEMM 1 for each column of h.
-    """
-    first = max(2, min(gemm1.num_stages, -(-H // gemm1.block_k)))
-    bytes1 = gemm1.block_k * (gemm1.block_m + width * gemm1.block_n) * itemsize
-    bytes2 = gemm2.block_k * (gemm2.block_m + gemm2.block_n) * itemsize
-    programs = max(1, _MEMORY // (first * bytes1 + _RESERVED))
-    return first, max(2, min(gemm2.num_stages, (_MEMORY // programs - _RESERVED) // bytes2))
-
-
 def router_tile(T: int, E: int, H: int, product: str) -> RouterTile:
     """Tile and splits of the router for E rows of weight; `product` as in kernels/router.py."""
     tile = next(tile for most, tile in _ROUTER[product] if most >= T)
