@@ -2,6 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
+import os
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
 import pytest
 import torch
 from fixtures import (
@@ -12,7 +19,10 @@ from fixtures import (
     pytest_configure,
     pytest_report_header,
 )
-from gpu import Block
+from gpu import SCHEDULES, Block
+from layers import WAYS
+
+from dsmoe_op import dual_stream_moe
 
 __all__ = [
     "_fresh_random",
@@ -28,7 +38,31 @@ __all__ = [
 def blocks(request: pytest.FixtureRequest) -> dict[torch.dtype, Block]:
     """One layer on the GPU for each dtype."""
     torch.manual_seed(request.config.option.seed)
-    return {dtype: Block(dtype) for dtype in (torch.bfloat16, torch.float16, torch.float32)}
+    blocks = {dtype: Block(dtype) for dtype in (torch.bfloat16, torch.float16, torch.float32)}
+    run = os.environ.get("PYTEST_XDIST_TESTRUNUID")
+    if run:
+        with _first_of(run) as is_first:
+            if is_first:
+                _compile(blocks)
+    return blocks
+
+
+@contextlib.contextmanager
+def _first_of(run: str) -> Iterator[bool]:
+    """Whether this process of pytest-xdist is the first of the run to come here; the others wait until it is done."""
+    with Path(tempfile.gettempdir(), f"dsmoe_op_tests_{run}").open("a") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)  # until the file is closed
+        yield os.fstat(file.fileno()).st_size == 0
+        file.write("done")
+
+
+def _compile(blocks: dict[torch.dtype, Block]) -> None:
+    """What these layers launch, with all cores, into Triton's cache on disk: else each process would compile it all."""
+    for block in blocks.values():
+        for way in WAYS:
+            x, args = block.inputs(3, way)
+            for schedule in SCHEDULES:
+                dual_stream_moe(x, **args, schedule=schedule)
 
 
 @pytest.fixture
