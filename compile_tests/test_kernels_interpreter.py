@@ -1,6 +1,6 @@
-"""The kernels in Triton's interpreter, on the CPU: each promise of `interpreter_cases.py`.
+"""The kernels in Triton's interpreter, on the CPU: each promise of `interpreter_*_cases.py`.
 
-They run in one process of their own, since Triton decides when it is imported whether it interprets.
+Each of these files runs in a process of its own, since Triton decides when it is imported whether it interprets.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ import pytest
 pytest.importorskip("triton", reason="no triton")
 pytest.importorskip("numpy", reason="Triton's interpreter computes with numpy")
 
-CASES = Path(__file__).with_name("interpreter_cases.py")
-PROMISES = re.findall(r"^def (test_\w+)", CASES.read_text(), re.MULTILINE)
-
+CASES = [Path(__file__).with_name(f"interpreter_{part}_cases.py") for part in ("routing", "product")]
+PROMISES = [name for file in CASES for name in re.findall(r"^def (test_\w+)", file.read_text(), re.MULTILINE)]
+assert len(PROMISES) == len(set(PROMISES))
 
 pytestmark = pytest.mark.xdist_group("interpreter")  # one process has the outcomes of all
 
@@ -28,16 +28,23 @@ pytestmark = pytest.mark.xdist_group("interpreter")  # one process has the outco
 @pytest.fixture(scope="module")
 def outcomes(request, tmp_path_factory) -> dict[str, list[str]]:
     """For each promise, what its cases said: nothing, or how they failed."""
-    report = tmp_path_factory.mktemp("interpreter") / "report.xml"
+    folder = tmp_path_factory.mktemp("interpreter")
     env = os.environ | {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
-    command = [sys.executable, "-m", "pytest", str(CASES), "-p", "no:cacheprovider", f"--junitxml={report}"]
-    command.append(f"--seed={request.config.option.seed}")
-    done = subprocess.run(command, env=env, cwd=CASES.parents[1], capture_output=True, text=True, check=False)
-    assert report.exists(), done.stdout[-4000:] + done.stderr[-4000:]
+    running = []
+    for file in CASES:
+        report, output = folder / f"{file.stem}.xml", folder / f"{file.stem}.txt"
+        command = [sys.executable, "-m", "pytest", str(file), "-p", "no:cacheprovider", f"--junitxml={report}"]
+        command.append(f"--seed={request.config.option.seed}")
+        with output.open("w") as to:
+            process = subprocess.Popen(command, env=env, cwd=file.parents[1], stdout=to, stderr=subprocess.STDOUT)
+        running.append((process, report, output))
     said = defaultdict(list)
-    for case in ElementTree.parse(report).iter("testcase"):
-        name = case.get("name", "")
-        said[name.partition("[")[0]].append("\n".join(f"{name}: {child.text}" for child in case))
+    for process, report, output in running:
+        process.wait()
+        assert report.exists(), output.read_text()[-7000:]
+        for case in ElementTree.parse(report).iter("testcase"):
+            name = case.get("name", "")
+            said[name.partition("[")[0]].append("\n".join(f"{name}: {child.text}" for child in case))
     return said
 
 

@@ -1,0 +1,104 @@
+"""What the interpreter's cases share: inputs, comparisons, and the rows that the products work through."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from dsmoe_op import kernels, reference
+from dsmoe_op.config import MoEConfig
+from dsmoe_op.kernels.launch import INTERPRET
+from dsmoe_op.kernels.order import num_zeros
+from dsmoe_op.tuning import Tile
+
+BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
+INF, NAN = float("inf"), float("nan")
+ROUNDING = {BF16: 2.0**-7, FP16: 2.0**-11, FP32: 2.0**-20}  # of one result; float32 leaves room for its sum
+GARBAGE = 12345  # what a kernel must not leave, or must not read
+
+assert INTERPRET
+
+
+@pytest.fixture
+def rng() -> torch.Generator:
+    """Seeded for each test by conftest.py."""
+    return torch.default_generator
+
+
+def randn(rng: torch.Generator, *shape: int, dtype: torch.dtype = FP32, scale: float = 1.0) -> Tensor:
+    return (torch.randn(*shape, generator=rng) * scale).to(dtype)
+
+
+def close(got: Tensor, want: Tensor, dtype: torch.dtype | None = None, slack: float = 2.0) -> None:
+    """Within `slack` roundings to the dtype, and of float32 sums of the size of the largest value."""
+    eps = slack * ROUNDING[dtype or got.dtype]
+    atol = slack * ROUNDING[FP32] * max(1e-30, want.abs().max().item() if want.numel() else 0.0)
+    torch.testing.assert_close(got.to(FP64), want.to(FP64), rtol=eps, atol=atol)
+
+
+def padded_rows(x: Tensor) -> Tensor:
+    """The same values behind a row stride larger than the row."""
+    wide = torch.full((x.shape[0], x.shape[1] + 24), float(GARBAGE), dtype=x.dtype)
+    wide[:, 8 : 8 + x.shape[1]] = x
+    return wide[:, 8 : 8 + x.shape[1]]
+
+
+def transposed(w: Tensor) -> Tensor:
+    """The same values with the unit stride in the last dim but one."""
+    return w.mT.contiguous().mT
+
+
+def router_logits(x: Tensor, weight: Tensor, **options) -> Tensor:
+    """The partial sums of the logits, [P, T, E]."""
+    logits = torch.full((kernels.router_splits(x.shape[0], x.dtype, weight), x.shape[0], weight.shape[0]), NAN)
+    kernels.router_logits(x, weight, logits, **options)
+    return logits
+
+
+def choose(logits: Tensor, config: MoEConfig, bias=None, num_valid=None, model_dtype=FP32, **options):
+    """logits [T, E], or [P, T, E] of partial sums."""
+    T = logits.shape[-2]
+    ids = torch.full((T, config.top_k), GARBAGE, dtype=torch.int32)
+    weights = torch.full((T, config.top_k), NAN)
+    kernels.choose(logits, bias, num_valid, ids, weights, config=config, model_dtype=model_dtype, **options)
+    return ids, weights
+
+
+def clear_rows(logits: Tensor, config: MoEConfig, bias: Tensor | None, margin: float = 1e-6) -> Tensor:
+    """bool [T]: rows whose choice has no two candidates so close that float32 may swap them.
+
+    A pair closer than the margin changes places when the margin's multiples are added one way or the other.
+    """
+    nudge = margin * torch.arange(logits.shape[1], dtype=FP64)
+    bias = torch.zeros(logits.shape[1]) if bias is None else bias
+    ids = [reference.route(logits.to(FP64), config, correction_bias=bias.to(FP64) + s * nudge)[0] for s in (-1, 1)]
+    return (ids[0] == ids[1]).all(1)
+
+
+def empty_rows(T: int, K: int, E: int, block_m: int, tail: int = 0, arrivals: int = 300) -> kernels.Rows:
+    def garbage(*shape: int) -> Tensor:
+        return torch.full(shape, GARBAGE, dtype=torch.int32)
+
+    counters = garbage(kernels.num_counters(T * K, E))
+    counters[: num_zeros(T * K, E, alone=True)] = 0
+    tiles = garbage(3, kernels.num_blocks(T * K, E, block_m))
+    order = garbage(E + 1), garbage(T * K), garbage(T, K), tiles, block_m, tail, counters
+    return kernels.Rows(*order, garbage(1), garbage(arrivals))
+
+
+def order_rows(ids, weights, expert_map=None, num_valid=None, *, E, Z=0, canonical=True, block_m=16, tail=0):
+    """The rows, and canonical ids and weights."""
+    T, K = ids.shape
+    rows = empty_rows(T, K, E, block_m, tail)
+    out_ids, out_weights = torch.full((T, K), GARBAGE, dtype=torch.int32), torch.full((T, K), NAN)
+    kernels.order_rows(
+        ids, weights, expert_map, num_valid, num_experts=E, num_zero_experts=Z, rows=rows,
+        ids_out_TK=out_ids if canonical else None, weights_out_TK=out_weights if canonical else None,
+    )  # fmt: skip
+    return rows, out_ids, out_weights
+
+
+def order_of(ids: Tensor, E: int, tile: Tile) -> kernels.Rows:
+    rows, _, _ = order_rows(ids, torch.ones(ids.shape), E=E, block_m=tile.block_m, tail=tile.tail)
+    return rows

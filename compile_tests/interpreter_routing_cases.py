@@ -1,0 +1,457 @@
+"""What the kernels of the routing promise, run in Triton's interpreter: `test_kernels_interpreter.py` does it.
+
+Oracles are `dsmoe_op.reference` in float64 and plain Python. The interpreter computes no bf16 products (float32 ones
+here) and truncates where it rounds to bf16; both are tested on a GPU.
+"""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from interpreted import (
+    BF16,
+    FP16,
+    FP32,
+    FP64,
+    GARBAGE,
+    INF,
+    NAN,
+    choose,
+    clear_rows,
+    close,
+    empty_rows,
+    order_rows,
+    padded_rows,
+    randn,
+    rng,
+    router_logits,
+    transposed,
+)
+from torch import Tensor
+
+import dsmoe_op.kernels.order as order_module
+import dsmoe_op.kernels.route as route_module
+import dsmoe_op.kernels.router as router_module
+from dsmoe_op import kernels, reference
+from dsmoe_op.config import MoEConfig
+from dsmoe_op.kernels.order import num_zeros
+from dsmoe_op.tuning import (
+    OrderBlock,
+    RouterTile,
+    order_variants,
+    router_variants,
+)
+
+__all__ = ["rng"]
+
+
+# Router
+
+
+@pytest.mark.parametrize(
+    ("x_dtype", "weight_dtype"), [(BF16, BF16), (BF16, FP32), (FP16, FP16), (FP16, FP32), (FP32, FP32), (FP32, BF16)]
+)
+@pytest.mark.parametrize("T", [1, 2, 7, 70])
+def test_router_logits_are_the_float32_product(rng, x_dtype, weight_dtype, T):
+    for H, E in [(336, 21), (1616, 5)]:
+        x, weight = randn(rng, T, H, dtype=x_dtype), randn(rng, E, H, dtype=weight_dtype, scale=0.1)
+        want = reference.compute_logits(x, weight, None, MoEConfig(top_k=1))
+        for x_form, weight_form in [(x, weight), (padded_rows(x), transposed(weight))]:
+            logits = router_logits(x_form, weight_form)
+            assert len(logits) == (1 if H < 1024 else 3)
+            close(logits.sum(0), want, slack=4)
+
+
+@pytest.mark.parametrize("tile", router_variants("plain"))
+@pytest.mark.parametrize("parts", [1, 2, 3, 7])
+def test_router_splits_the_sum_over_h_into_any_number_of_parts(rng, monkeypatch, tile, parts):
+    blocks, T, E = 7, 130, 17
+    for rest in (0, 16):
+        H = blocks * tile.block_k - rest
+        columns = -(-blocks // parts) * tile.block_k
+        chosen = RouterTile(tile, columns, -(-H // columns))
+        monkeypatch.setattr(router_module, "router_tile", lambda *_, chosen=chosen: chosen)
+        x, weight = randn(rng, T, H, dtype=FP16), randn(rng, E, H, dtype=FP16)
+        logits = router_logits(x, weight)
+        for part, logits_TE in enumerate(logits):
+            h = slice(part * columns, (part + 1) * columns)
+            close(logits_TE, x[:, h].double() @ weight[:, h].double().T, slack=4)
+
+
+@pytest.mark.parametrize("size", [1, 32, 129, 5000])
+def test_router_zeroes_the_counters(rng, size):
+    counters = torch.full((size + 1,), GARBAGE, dtype=torch.int32)
+    router_logits(randn(rng, 20, 1040), randn(rng, 40, 1040), counters=counters[:size])
+    assert counters.tolist() == [0] * size + [GARBAGE]
+
+
+# Choice
+
+
+def check_choice(logits: Tensor, config: MoEConfig, bias=None, num_valid=None, dtype=FP64, all_rows=False) -> None:
+    """Against the reference in `dtype`, on the rows whose choice is clear or on all."""
+    got = choose(logits, config, bias, num_valid)
+    want = reference.route(logits.to(dtype), config, correction_bias=bias, num_valid_tokens=num_valid)
+    if not all_rows:
+        clear = clear_rows(logits, config, bias)
+        assert clear.float().mean() > 0.4
+        got, want = [t[clear] for t in got], [t[clear] for t in want]
+    assert got[0].tolist() == want[0].tolist()
+    torch.testing.assert_close(got[1].to(FP64), want[1].to(FP64), rtol=1e-6, atol=1e-6)
+
+
+def spread(rng: torch.Generator, T: int, E: int, low: float, high: float) -> Tensor:
+    """Logits [T, E] in random order, no two of a row closer than about (high - low) / 2E."""
+    grid = torch.stack([torch.randperm(E, generator=rng) for _ in range(T)]) + torch.rand(T, E, generator=rng) / 2
+    return low + (high - low) / E * grid
+
+
+SCORES = ["sigmoid", "softmax", "sqrtsoftplus", "none"]
+
+
+@pytest.mark.parametrize("score", SCORES)
+@pytest.mark.parametrize("choice_on", ["score", "logit"])
+@pytest.mark.parametrize("weights_from", ["score", "topk_softmax", "topk_sigmoid"])
+def test_choose_is_the_reference_for_every_score_and_source_of_weights(rng, score, choice_on, weights_from):
+    logits, bias = randn(rng, 5, 44, scale=2), randn(rng, 44)
+    for normalize, scale_on, b in [
+        ("none", "weights", bias),
+        ("sum", "output", None),
+        ("sum_eps", "weights", None),
+        ("sum_clamp", "weights", bias),
+    ]:
+        config = MoEConfig(
+            top_k=6, score=score, choice_on=choice_on, weights_from=weights_from, normalize=normalize,
+            routed_scaling_factor=2.5, scale_on=scale_on,
+        )  # fmt: skip
+        if normalize != "none" and score == "none":
+            logits = logits.abs()  # a sum near 0 would make any rounding large
+        check_choice(logits, config, b)
+
+
+@pytest.mark.parametrize("group_score", ["top2_sum", "max"])
+@pytest.mark.parametrize("group_mask", ["-inf", "zero"])
+@pytest.mark.parametrize(
+    ("E", "n_group", "topk_group", "top_k"), [(40, 5, 2, 7), (36, 6, 3, 8), (160, 8, 3, 6), (16, 8, 8, 16)]
+)
+def test_choose_is_the_reference_for_groups(rng, group_score, group_mask, E, n_group, topk_group, top_k):
+    config = MoEConfig(
+        top_k=top_k, n_group=n_group, topk_group=topk_group, group_score=group_score, group_mask=group_mask
+    )  # fmt: skip
+    check_choice(randn(rng, 6, E), config, randn(rng, E))
+    check_choice(randn(rng, 6, E), config, randn(rng, E) - 4)  # every biased score negative: zeros win
+
+
+@pytest.mark.parametrize("score", SCORES)
+@pytest.mark.parametrize("weights_from", ["score", "topk_softmax", "topk_sigmoid"])
+def test_choose_rounds_to_the_model_dtype_where_the_config_says(rng, score, weights_from):
+    """Against the same steps in float32, which differ by a rounding of FP16 only where a number lies between two."""
+    logits, bias, same = spread(rng, 4, 24, 0, 4), 2.0 * torch.randperm(24, generator=rng), []
+    for normalize, (score_dtype, weight_dtype), (groups, b) in itertools.product(
+        ["none", "sum_eps"],
+        [("model", "float32"), ("float32", "model"), ("model", "model")],
+        [(None, bias), (6, None)],
+    ):
+        config = MoEConfig(
+            top_k=5, score=score, weights_from=weights_from, normalize=normalize, score_dtype=score_dtype,
+            weight_dtype=weight_dtype, n_group=groups, topk_group=groups and 4, routed_scaling_factor=1.7,
+        )  # fmt: skip
+        ids, weights = choose(logits, config, b, model_dtype=FP16)
+        want_ids, want = reference.route(logits, config, correction_bias=b, model_dtype=FP16)
+        assert ids.tolist() == want_ids.tolist()
+        assert torch.equal(weights, weights.half().float())
+        torch.testing.assert_close(weights, want, rtol=2.0**-9, atol=0)
+        same.append((weights == want).float().mean().item())
+    assert min(same) > 0.8
+
+
+@pytest.mark.parametrize("score", SCORES)
+def test_choose_gives_ties_to_the_lowest_id(rng, score):
+    logits = torch.randint(-1, 2, (12, 30), generator=rng).float()
+    logits[3] = 0.0
+    logits[4, ::2] = -0.0
+    for groups in (None, 5):
+        config = MoEConfig(top_k=9, score=score, n_group=groups, topk_group=groups and 3, normalize="none")
+        check_choice(logits, config, all_rows=True)
+
+
+@pytest.mark.parametrize("score", SCORES)
+@pytest.mark.parametrize(
+    ("weights_from", "normalize"),
+    [("score", "none"), ("score", "sum"), ("score", "sum_eps"), ("topk_softmax", "sum"), ("topk_sigmoid", "sum_clamp")],
+)
+def test_choose_survives_bad_rows(rng, score, weights_from, normalize):
+    logits = spread(rng, 7, 20, 0, 5)
+    clean_ids, clean_weights = choose(
+        logits, MoEConfig(top_k=4, score=score, weights_from=weights_from, normalize=normalize)
+    )
+    for groups in (None, 5):
+        config = MoEConfig(
+            top_k=4,
+            score=score,
+            weights_from=weights_from,
+            normalize=normalize,
+            n_group=groups,
+            topk_group=groups and 2,
+        )
+        bad = logits.clone()
+        bad[0], bad[1], bad[2] = NAN, -INF, INF
+        bad[3, 3:], bad[4, ::2], bad[5, 7] = -INF, NAN, INF
+        ids, weights = choose(bad, config)
+        assert weights.isfinite().all()
+        assert all(len(set(row)) == 4 and min(row) >= 0 and max(row) < 20 for row in ids.tolist())
+        check_choice(bad, config, dtype=FP32, all_rows=True)  # there, too, a sum of the largest float32 overflows
+        if groups is None:
+            assert torch.equal(ids[6], clean_ids[6])
+            assert torch.equal(weights[6], clean_weights[6])
+
+
+def test_choose_counts_a_nan_bias_as_minus_infinity(rng):
+    bias = randn(rng, 16)
+    bias[5] = NAN
+    logits = randn(rng, 3, 16)
+    logits[:, 5] = 30.0
+    check_choice(logits, MoEConfig(top_k=15), bias)
+
+
+@pytest.mark.parametrize("score", ["sigmoid", "softmax", "sqrtsoftplus"])
+def test_choose_is_within_1e_6_of_float64_at_any_logit(score):
+    """Relative to the weight itself, however small."""
+    logits = torch.linspace(-60, 8, 33 * 8).view(8, 33)
+    for normalize in ("none", "sum"):
+        config = MoEConfig(top_k=8, score=score, normalize=normalize, routed_scaling_factor=2.5)
+        ids, weights = choose(logits, config)
+        want_ids, want = reference.route(logits.to(FP64), config)
+        assert ids.tolist() == want_ids.tolist()
+        torch.testing.assert_close(weights.to(FP64), want, rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize(("E", "K"), [(1, 1), (2, 2), (5, 5), (1024, 32), (1030, 11), (300, 1)])
+def test_choose_takes_any_number_of_experts(rng, E, K):
+    check_choice(randn(rng, 2, E), MoEConfig(top_k=K), randn(rng, E))
+
+
+@pytest.mark.parametrize("valid", [0, 2, 5, 9])
+def test_choose_routes_no_padding(rng, valid):
+    logits = spread(rng, 5, 12, -3, 3)
+    logits[valid:] = NAN
+    check_choice(logits, MoEConfig(top_k=3), num_valid=torch.tensor([valid], dtype=torch.int32), all_rows=True)
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP16, FP32])
+def test_choose_reads_logits_of_any_dtype_and_row_stride(rng, dtype):
+    logits = randn(rng, 4, 18, dtype=dtype)
+    ids, weights = choose(padded_rows(logits), MoEConfig(top_k=3))
+    want_ids, want_weights = choose(logits.float(), MoEConfig(top_k=3))
+    assert torch.equal(ids, want_ids)
+    assert torch.equal(weights, want_weights)
+
+
+@pytest.mark.parametrize("parts", [2, 3, 4, 5, 14, 16])
+def test_choose_adds_partial_sums_by_ascending_part_then_the_bias(rng, parts):
+    logits, router_bias = randn(rng, parts, 5, 37), randn(rng, 37, dtype=FP16)
+    total = logits[0]
+    for part in logits[1:]:
+        total = total + part
+    total = total + router_bias.float()
+    config, bias = MoEConfig(top_k=6, n_group=1, topk_group=1), randn(rng, 37)
+    assert all(map(torch.equal, choose(logits, config, bias, router_bias=router_bias), choose(total, config, bias)))
+    config = MoEConfig(top_k=6, score="none", normalize="none")
+    ids, weights = choose(logits, config, router_bias=router_bias)
+    assert torch.equal(weights, total.gather(1, ids.long()))
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP16])
+@pytest.mark.parametrize("parts", [1, 3])
+def test_choose_rounds_the_logits_to_the_model_dtype_after_the_bias(rng, dtype, parts):
+    logits, bias = randn(rng, parts, 5, 12), randn(rng, 12, dtype=dtype)
+    config = MoEConfig(top_k=12, score="none", normalize="none", router_dtype="model")
+    ids, weights = choose(logits, config, model_dtype=dtype, router_bias=bias, router_weight=randn(rng, 12, 2048))
+    assert torch.equal(weights, weights.to(dtype).float())
+    close(weights, (logits.double().sum(0) + bias.double()).gather(1, ids.long()), dtype, slack=1)
+
+
+def test_choose_writes_only_what_the_expert_map_has_here(rng):
+    config = MoEConfig(top_k=5, num_zero_experts=2, score="softmax", normalize="sum")
+    expert_map = torch.full((9,), -1, dtype=torch.int32)
+    expert_map[[1, 4, 6]] = torch.tensor([2, 0, 1], dtype=torch.int32)
+    expert_map[7] = 3  # of a rank that has 4
+    logits = randn(rng, 8, 11)
+    want_ids, want = choose(logits, config)
+    ids, weights = choose(logits, config, expert_map=expert_map, num_experts=3)
+    here = torch.isin(want_ids, torch.tensor([1, 4, 6, 9, 10]))
+    assert torch.equal(ids, torch.where(here, want_ids, -1))
+    assert torch.equal(weights, torch.where(here, want, 0.0))
+
+
+@pytest.mark.parametrize("T", [1, 7, 300])
+def test_choose_zeroes_the_counters_that_a_later_order_needs_so(rng, T):
+    K, E = 5, 70
+    zeros = num_zeros(T * K, E, alone=True)
+    counters = torch.full((kernels.num_counters(T * K, E) + 1,), GARBAGE, dtype=torch.int32)
+    choose(randn(rng, T, E), MoEConfig(top_k=K), counters=counters)
+    assert counters.tolist() == [0] * zeros + [GARBAGE] * (len(counters) - zeros)
+
+
+# Row order
+
+
+def sort_oracle(ids, weights, expert_map, valid, E, Z):
+    """Plain Python."""
+    T, K = ids.shape
+    E_routing = E if expert_map is None else len(expert_map)
+    rows, row_of = [[] for _ in range(E)], torch.full((T, K), -1)
+    out_ids, out_weights = torch.full((T, K), -1), torch.zeros(T, K)
+    for t, k in itertools.product(range(T), range(K)):
+        id = ids[t, k].item()
+        if t >= valid or not 0 <= id < E_routing + Z:
+            continue
+        expert = -1 if id >= E_routing else id if expert_map is None else expert_map[id].item()
+        if expert < 0 and id < E_routing:
+            continue
+        out_ids[t, k], out_weights[t, k] = id, weights[t, k].float()
+        if expert >= 0:
+            rows[expert].append(t * K + k)
+    order = list(itertools.chain(*rows))
+    for row, slot in enumerate(order):
+        row_of[slot // K, slot % K] = row
+    offsets = list(itertools.accumulate((len(r) for r in rows), initial=0))
+    return offsets, order, row_of, out_ids, out_weights
+
+
+def check_rows(rows: kernels.Rows, want) -> None:
+    offsets, order, row_of = want[:3]
+    N, B = len(rows.sorted_slot_N), rows.block_m
+    assert rows.offsets.tolist() == offsets
+    assert rows.taken.tolist() == [0]
+    assert not rows.arrivals.any()
+    assert rows.sorted_slot_N[: offsets[-1]].tolist() == order
+    assert torch.equal(rows.row_of_TK.long(), row_of)
+    assert (rows.sorted_slot_N[offsets[-1] :] == GARBAGE).all()
+    tiles = []
+    for expert, (first, end) in enumerate(itertools.pairwise([*offsets, N])):
+        name = expert if expert < len(offsets) - 1 else -1
+        tail = rows.tail if name >= 0 else 0
+        starts = [row for row in range(first, end, B) if row == first or row + tail < end]
+        tiles += [(name, *ends) for ends in itertools.pairwise([*starts, end])]
+    assert len(tiles) <= rows.blocks_3B.shape[1]
+    tiles += [(-1, N, N)] * (rows.blocks_3B.shape[1] - len(tiles))
+    assert list(map(tuple, rows.blocks_3B.t().tolist())) == tiles
+
+
+def check_order(ids, weights, expert_map=None, valid=None, *, E, Z=0, block_m=16, tail=0) -> None:
+    num_valid = None if valid is None else torch.tensor([valid], dtype=torch.int32)
+    rows, out_ids, out_weights = order_rows(ids, weights, expert_map, num_valid, E=E, Z=Z, block_m=block_m, tail=tail)
+    want = sort_oracle(ids, weights, expert_map, len(ids) if valid is None else valid, E, Z)
+    check_rows(rows, want)
+    assert torch.equal(out_ids.long(), want[3])
+    assert torch.equal(out_weights, want[4])
+
+
+def use_order(monkeypatch, block: OrderBlock, chunk: int) -> None:
+    block = block._replace(whole=False)  # several chunks here
+    monkeypatch.setattr(route_module, "order_block", lambda num_slots: block)
+    for module in (route_module, order_module):
+        monkeypatch.setattr(module, "chunk_size", lambda num_slots, alone: chunk)
+
+
+@pytest.mark.parametrize("ids_dtype", [torch.int32, torch.int64])
+@pytest.mark.parametrize("block", order_variants())
+@pytest.mark.parametrize("chunk", [16, 128, 1024])  # more chunks than make a sum, several, or one of several blocks
+@pytest.mark.parametrize(("T", "K"), [(1, 1), (1, 5), (3, 4), (90, 6)])
+def test_rows_are_ordered_by_expert_then_slot(rng, monkeypatch, ids_dtype, block, chunk, T, K):
+    use_order(monkeypatch, block, chunk)
+    E = 7
+    ids = torch.randint(-2, E + 3, (T, K), generator=rng, dtype=ids_dtype)
+    check_order(ids, randn(rng, T, K), E=E)
+    check_order(ids, randn(rng, T, K, dtype=BF16), E=E, Z=2, block_m=8)
+    check_order(ids, randn(rng, T, K), E=E, Z=1, valid=T // 2, block_m=32)
+    check_order(torch.full_like(ids, 3), randn(rng, T, K), E=E, block_m=64)
+    check_order(ids, randn(rng, T, K), E=E, block_m=16, tail=8)
+    check_order(torch.full_like(ids, -1), randn(rng, T, K), E=E, block_m=128)
+
+
+@pytest.mark.parametrize(("T", "E", "K"), [(1, 256, 8), (16, 64, 8), (33, 256, 8), (700, 1, 1), (60, 1024, 32)])
+@pytest.mark.parametrize(("block_m", "tail"), [(8, 0), (8, 7), (64, 32), (256, 0)])
+def test_rows_are_ordered_for_any_number_of_tokens_and_experts(rng, T, E, K, block_m, tail):
+    """With the blocks and chunks that the sizes choose."""
+    ids = torch.rand(T, max(E, K), generator=rng).argsort(1)[:, :K]
+    check_order(ids, randn(rng, T, K), E=E, block_m=block_m, tail=tail)
+    crowded = torch.where(ids % 3 > 0, ids, E // 2)
+    crowded[T // 2 :: 5] = -1
+    check_order(crowded, randn(rng, T, K), E=E, valid=T - T // 7, block_m=block_m, tail=tail)
+
+
+def test_tiles_are_as_many_as_there_can_be_and_no_more(rng):
+    """Every expert and the rest with one row in its last block."""
+    ids = torch.tensor([0] * 17 + [1, 2, 3, 4, -1], dtype=torch.int32).view(11, 2)
+    rows, _, _ = order_rows(ids, randn(rng, 11, 2), E=5)
+    assert (rows.blocks_3B[1] < rows.blocks_3B[2]).all()
+    check_order(ids, randn(rng, 11, 2), E=5)
+
+
+def test_the_order_follows_the_expert_map(rng, monkeypatch):
+    E_routing, E = 11, 4
+    expert_map = torch.full((E_routing,), -1, dtype=torch.int32)
+    expert_map[torch.randperm(E_routing, generator=rng)[:E]] = torch.arange(E, dtype=torch.int32)
+    for chunk in (256, 16):
+        use_order(monkeypatch, OrderBlock(16, 1), chunk)
+        ids = torch.randint(-1, E_routing + 4, (9, 5), generator=rng, dtype=torch.int32)
+        check_order(ids, randn(rng, 9, 5), expert_map, E=E, Z=2)
+        check_order(ids, randn(rng, 9, 5), expert_map, E=E, Z=2, valid=4)
+
+
+def test_the_order_compares_ids_before_it_narrows_them(rng):
+    ids = torch.tensor([[2**32 + 1, 1, -(2**33)], [2, 2**40, 2**63 - 1]])
+    check_order(ids, randn(rng, 2, 3), E=3, Z=1)
+
+
+def test_the_order_reads_ids_and_weights_of_any_stride(rng):
+    ids = torch.randint(0, 5, (4, 13), generator=rng)
+    weights = randn(rng, 4, 26)
+    check_order(ids.t(), weights[:, ::2].t(), E=5)
+    check_order(ids[:1].expand(6, 13), weights[:1, :13].expand(6, 13), E=5)
+
+
+def test_the_order_leaves_canonical_ids_where_they_are(rng):
+    ids = torch.randint(-1, 5, (6, 3), generator=rng, dtype=torch.int32)
+    rows, out_ids, out_weights = order_rows(ids, randn(rng, 6, 3), E=5, canonical=False)
+    check_rows(rows, sort_oracle(ids, torch.zeros(6, 3), None, 6, 5, 0))
+    assert (out_ids == GARBAGE).all()
+    assert out_weights.isnan().all()
+
+
+@pytest.mark.parametrize("T", [1, 300])
+def test_zero_counters_zeroes_what_an_order_needs_so(T):
+    rows, zeros = empty_rows(T, 5, 70, 16), num_zeros(T * 5, 70, alone=True)
+    rows.counters.fill_(GARBAGE)
+    kernels.zero_counters(rows)
+    assert rows.counters.tolist() == [0] * zeros + [GARBAGE] * (len(rows.counters) - zeros)
+
+
+@pytest.mark.parametrize("tokens", [1, 3])
+@pytest.mark.parametrize(
+    ("T", "chunk"),
+    [(1, None), (2, 16), (3, None), (40, None), (40, 16), (90, None), (90, 64), (350, 16)],  # 350: tickets
+)
+def test_one_launch_of_choice_and_order_is_the_two_in_a_row(rng, monkeypatch, T, tokens, chunk):
+    if chunk:
+        use_order(monkeypatch, OrderBlock(16, 1), chunk)
+    monkeypatch.setattr(route_module, "choice_tokens", lambda T, most: min(tokens, most))
+    E_routing, K, Z, P = 24, 3, 2, 3
+    config = MoEConfig(top_k=K, num_zero_experts=Z, score="softmax", normalize="none")
+    expert_map = torch.full((E_routing,), -1, dtype=torch.int32)
+    expert_map[torch.randperm(E_routing, generator=rng)[:10]] = torch.arange(10, dtype=torch.int32)
+    logits, bias = randn(rng, P, T, E_routing + Z), randn(rng, E_routing + Z)
+    valid = torch.tensor([T - T // 3], dtype=torch.int32)
+    for mapping, E in [(None, E_routing), (expert_map, 10)]:
+        want = choose(logits, config, bias, valid, expert_map=mapping, num_experts=E)
+        want_rows, *_ = order_rows(*want, mapping, E=E, Z=Z, canonical=False)
+        rows = empty_rows(T, K, E, 16)
+        rows.counters.zero_()
+        got = choose(logits, config, bias, valid, expert_map=mapping, num_experts=E, rows=rows)
+        assert all(map(torch.equal, got, want))
+        assert all(map(torch.equal, rows[:4], want_rows[:4]))
+        check_rows(rows, sort_oracle(*got, mapping, T, E, Z))
