@@ -131,3 +131,12 @@ def test_bench_times_what_a_graph_cannot_hold_without_one(command: Any) -> None:
     assert code == 0, result
     assert [row["cuda_graph"] for row in result["rows"]] == [True, False] * 2
     assert all(row["status"] == "ok" and row["us"] > 0 for row in result["rows"])
+
+
+def test_doctor_sees_the_ops_streams_overlap(command: Any, fresh_dynamo: None) -> None:
+    code, result = command("doctor")
+    found = {finding["topic"]: finding for finding in result["findings"]}
+    assert code == 0, [finding for finding in result["findings"] if finding["state"] == "problem"]
+    assert found["the op, eager-captured"]["state"] == "ok"
+    assert " us overlap; 0 of " in found["the op, eager-captured"]["found"]
+    assert found["GPU"]["state"] in ("ok", "note")
