@@ -20,7 +20,7 @@ from torch import Tensor
 from dsmoe_op.config import MoEConfig
 from dsmoe_op.kernels.arrivals import arrive, wait_for
 from dsmoe_op.kernels.finalize import sum_of_rows
-from dsmoe_op.kernels.gemm import _block
+from dsmoe_op.kernels.gemm import rows_product
 from dsmoe_op.kernels.launch import INTERPRET, launch, row_stride
 from dsmoe_op.kernels.order import Rows
 from dsmoe_op.kernels.overlap import begin
@@ -237,7 +237,7 @@ def _experts(
                 end = out_end
                 if num_valid_ptr is not None:
                     end = tl.minimum(end, tl.load(num_valid_ptr))
-                _block(
+                rows_product(
                     x_ptr, x_stride, None, None, shared_w13_ptr, None, 0, None, None, shared_h_ptr, row, end, out_end,
                     program % SHARED_COLUMNS1 * BLOCK_N[0], K, S, H, SHARED_W13_STRIDES[0], SHARED_W13_STRIDES[1],
                     ACTIVATION, "gate_up", SHARED_CLAMP, CLAMP_AFTER, BLOCK_M, BLOCK_M, 0, BLOCK_N[0], BLOCK_K[0],
@@ -252,7 +252,7 @@ def _experts(
             if expert >= 0:
                 if w13_bias_ptr is not None:
                     w13_bias_ptr += expert * (I if ACTIVATION == "relu2" else 2 * I)
-                _block(
+                rows_product(
                     x_ptr, x_stride, sorted_slot_ptr, weight_on_input_ptr,
                     w13_ptr + expert.to(tl.int64) * W13_STRIDES[0], None, expert, w13_bias_ptr, None, h_ptr, row, end,
                     end, (program - routed1) % COLUMNS1 * BLOCK_N[0], K, I, H, W13_STRIDES[1], W13_STRIDES[2],
@@ -272,7 +272,7 @@ def _experts(
                 if num_valid_ptr is not None:
                     end = tl.minimum(end, tl.load(num_valid_ptr))
                 wait_for(counter_ptr, SHARED_COLUMNS1)
-                _block(
+                rows_product(
                     shared_h_ptr, S, None, None, shared_w2_ptr, None, 0, None, gate_ptr, shared_ptr, row, end, out_end,
                     column, K, H, S, SHARED_W2_STRIDES[0], SHARED_W2_STRIDES[1], None, None, None, False, BLOCK_M,
                     BLOCK_M, 0, BLOCK_N2, BLOCK_K[1], SWAP[1], ZEROS, PRECISION, INTERPRET, STAGES[1],
@@ -286,7 +286,7 @@ def _experts(
                 if w2_bias_ptr is not None:
                     w2_bias_ptr += expert * H
                 wait_for(counter_ptr, COLUMNS1)
-                _block(
+                rows_product(
                     h_ptr, I, None, None, w2_ptr, None, expert, w2_bias_ptr, None, y_ptr, row, end, end, column, K, H,
                     I, W2_STRIDES[1], W2_STRIDES[2], None, None, None, False, BLOCK_M, BLOCK_M, 0, BLOCK_N2,
                     BLOCK_K[1], SWAP[1], False, PRECISION, INTERPRET, STAGES[1],

@@ -503,7 +503,7 @@ def _store(out_MN, out_ptr, gate_ptr, rows_M, in_M, out_end, column, COLUMNS: tl
 
 
 @triton.jit
-def _block(
+def rows_product(
     a_ptr,
     a_stride,
     sorted_slot_ptr,
@@ -544,14 +544,14 @@ def _block(
     the matrix unit's longer side. STAGES of the loop, where they are not the launch's.
     """
     if BLOCK_M > LEAST_M and out_end - row <= BLOCK_M // 2:
-        _block(
+        rows_product(
             a_ptr, a_stride, sorted_slot_ptr, weight_on_input_ptr, w_ptr, w_desc, expert, bias_ptr, gate_ptr, out_ptr,
             row, end, out_end, column, K, COLUMNS, INNER, STRIDE_ROW, STRIDE_INNER, ACTIVATION, ORDER, CLAMP,
             CLAMP_AFTER, BLOCK_M // 2, LEAST_M, 0, BLOCK_N, BLOCK_K, SWAP or BLOCK_M // 2 < 64, ZEROS, PRECISION,
             INTERPRET, STAGES,
         )  # fmt: skip
     elif TAIL > 0 and out_end - row <= BLOCK_M:
-        _block(
+        rows_product(
             a_ptr, a_stride, sorted_slot_ptr, weight_on_input_ptr, w_ptr, w_desc, expert, bias_ptr, gate_ptr, out_ptr,
             row, end, out_end, column, K, COLUMNS, INNER, STRIDE_ROW, STRIDE_INNER, ACTIVATION, ORDER, CLAMP,
             CLAMP_AFTER, BLOCK_M, BLOCK_M, 0, BLOCK_N, BLOCK_K, SWAP, ZEROS, PRECISION, INTERPRET,
@@ -641,7 +641,7 @@ def _grouped_gemm(
                     bias_ptr += expert * (COLUMNS if ACTIVATION is None or ACTIVATION == "relu2" else 2 * COLUMNS)
                 if w_desc is None:
                     w_ptr += expert.to(tl.int64) * STRIDES[0]
-                _block(
+                rows_product(
                     a_ptr, a_stride, sorted_slot_ptr, weight_on_input_ptr, w_ptr, w_desc, expert, bias_ptr, None,
                     out_ptr, row, end, end, column, K, COLUMNS, INNER, STRIDES[1], STRIDES[2], ACTIVATION, ORDER, CLAMP,
                     CLAMP_AFTER, BLOCK_M, LEAST_M, TAIL, BLOCK_N, BLOCK_K, SWAP, False, PRECISION, INTERPRET,
@@ -661,7 +661,7 @@ def _grouped_gemm(
             end = out_end
             if num_valid_ptr is not None:
                 end = tl.minimum(end, tl.load(num_valid_ptr))
-            _block(
+            rows_product(
                 shared_a_ptr, shared_a_stride, None, None, shared_w_ptr, shared_w_desc, 0, None, gate_ptr,
                 shared_out_ptr, row, end, out_end, column, K, SHARED_COLUMNS, SHARED_INNER, SHARED_STRIDES[0],
                 SHARED_STRIDES[1], ACTIVATION, "gate_up", SHARED_CLAMP, CLAMP_AFTER, BLOCK_M, LEAST_M, 0, BLOCK_N,
