@@ -366,6 +366,8 @@ def test_the_one_launch_fits_on_the_matrix_unit(compiled, tmp_path, form, ends):
             assert "wgmma bf16" in matrix_instructions(one)
             assert matrix_instructions(one) <= {"wgmma bf16", "mma bf16"}
             assert "cp.async.cg.shared.global" in one.asm["ptx"]
+            assert bool(re.search(r"ld\.global\.cg\.v4", one.asm["ptx"])) == ends  # the sums', 16 bytes a thread
+            assert not re.search(r"ld\.global\.cg\.b16", one.asm["ptx"])
             check_resources(compiled, tmp_path)
 
 

@@ -121,7 +121,10 @@ def sum_of_rows(
             shared = tl.load(shared_ptr + token * H + h, mask=in_shared, other=0.0, cache_modifier=CACHE)
         ys = ()  # type: tuple[Any, ...]
         for k in tl.static_range(min(K - first, AT_ONCE)):
-            in_row = h < tl.where(rows[k] >= 0, H, 0)
+            if there is None:
+                in_row = h < tl.where(rows[k] >= 0, H, 0)
+            else:  # of rank 2, where Triton sees in this form alone that a thread's columns share the mask
+                in_row = (rows[k] >= 0) & (h < H)
             ys += (tl.load(y_ptr + rows[k] * H + h, mask=in_row, other=0.0, cache_modifier=CACHE),)
         tl.debug_barrier()
         for k in tl.static_range(min(K - first, AT_ONCE)):
@@ -140,7 +143,11 @@ def sum_of_rows(
                     id = tl.load(id_ptrs, mask=there, other=-1)
                 zero_expert = (row < 0) & (id >= 0)
                 x_ptrs = x_ptr + token * x_stride + h
-                x = tl.load(x_ptrs, mask=h < tl.where(zero_expert, H, 0), other=0.0).to(tl.float32)
+                if there is None:
+                    in_x = h < tl.where(zero_expert, H, 0)
+                else:
+                    in_x = zero_expert & (h < H)
+                x = tl.load(x_ptrs, mask=in_x, other=0.0).to(tl.float32)
                 term = tl.where(zero_expert, weight * x, term)
             sum += term
     if ROUTED_SCALE != 1.0:

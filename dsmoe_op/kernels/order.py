@@ -268,12 +268,15 @@ def order_chunk(
     while arrival < num_arrivals:
         tl.store(arrivals_ptr + arrival + b_N, tl.zeros([BLOCK], tl.int32), mask=arrival + b_N < num_arrivals)
         arrival += num_chunks * BLOCK
-
-    # Blocks: block j of an expert, or of the empty ones, is written by the program j modulo the number of chunks.
+    # Blocks: block j of an expert, or of the empty ones, is written by the program j modulo the number of chunks. One
+    # block's rows follow on another's, so each ends where the next one begins.
     block_m = 1 << log_block_m
-    blocks_E = tl.where(total_E > 0, tl.maximum((total_E + block_m - 1 - tail) >> log_block_m, 1), 0)
+    blocks_E = tl.maximum((total_E + (block_m - 1 - tail)) >> log_block_m, tl.minimum(total_E, 1))
     first_block_E = tl.cumsum(blocks_E, 0) - blocks_E
     most_blocks = tl.max(blocks_E)
+    first_rest = tl.sum(blocks_E)
+    if index == 0:
+        tl.store(blocks_ptr + 2 * num_blocks + first_rest - 1, num_rows, mask=first_rest > 0)
     j = index
     while j < most_blocks:
         has_block_E = j < blocks_E
@@ -281,10 +284,8 @@ def order_chunk(
         row_E = first_E + (j << log_block_m)
         tl.store(block_ptrs, e_E, mask=has_block_E)
         tl.store(block_ptrs + num_blocks, row_E, mask=has_block_E)
-        end_E = tl.where(j == blocks_E - 1, first_E + total_E, row_E + block_m)
-        tl.store(block_ptrs + 2 * num_blocks, end_E, mask=has_block_E)
+        tl.store(block_ptrs + 2 * num_blocks - 1, row_E, mask=has_block_E & (first_block_E + j > 0))
         j += num_chunks
-    first_rest = tl.sum(blocks_E)
     rest = first_rest + index * BLOCK
     while rest < num_blocks:
         block_N = rest + b_N

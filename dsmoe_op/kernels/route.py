@@ -492,9 +492,6 @@ def _route(
                 chunk = 0
     elif ORDERS and not WHOLE:  # noqa: SIM102
         if producers > 0:
-            if num_chunks > MOST_WAITING:  # by loads, since so many additions would hold up arrivals
-                while tl.load(counters_ptr, volatile=True) < producers:
-                    pass
             while tl.atomic_add(counters_ptr, 0, sem="acquire") < producers:
                 pass
 
