@@ -68,9 +68,9 @@ def choose(logits: Tensor, config: MoEConfig, bias=None, num_valid=None, model_d
 def clear_rows(logits: Tensor, config: MoEConfig, bias: Tensor | None, margin: float = 1e-6) -> Tensor:
     """bool [T]: rows whose choice has no two candidates so close that float32 may swap them.
 
-    A pair closer than the margin changes places when the margin's multiples are added one way or the other.
+    A pair about as close as the margin changes places when random multiples of it are added one way or the other.
     """
-    nudge = margin * torch.arange(logits.shape[1], dtype=FP64)
+    nudge = 8 * margin * torch.rand(logits.shape[1], dtype=FP64)
     bias = torch.zeros(logits.shape[1]) if bias is None else bias
     ids = [reference.route(logits.to(FP64), config, correction_bias=bias.to(FP64) + s * nudge)[0] for s in (-1, 1)]
     return (ids[0] == ids[1]).all(1)
