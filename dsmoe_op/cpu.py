@@ -24,7 +24,7 @@ RUN_ROWS = 2048
 """Experts are taken together up to so many rows: few torch calls where each has few, and temporaries stay small."""
 FLOATS = 1 << 19
 """Numbers of a smaller dtype that are float32 at a time, likewise."""
-GROUP_IDLE = 8
+GROUP_IDLE = 4
 """A grouped product also visits the experts without rows between others: worth it up to so many for each busy one."""
 SORT_LOGITS = 1 << 13
 """Up to so many numbers, a sort of all is faster than the choice of a few and a look for ties."""
@@ -89,12 +89,13 @@ def finalize(
     # The result is no view, not even of a tensor of ours: autograd refuses writes in place to a view.
     out = y_NH.new_empty((T, H) if hidden_states is None else hidden_states.shape)
     out_TH = out.view(T, H)
-    tokens = max(1, FLOATS // H)
+    tokens = max(1, FLOATS // (H * config.top_k))
     for start in range(0, T, tokens):
         block = slice(start, start + tokens)
         total = torch.zeros(out_TH[block].shape, dtype=torch.float32)
+        y_TKH = y_NH.index_select(0, row_TK[block].flatten()).float().view(-1, config.top_k, H)
         for k in range(config.top_k):
-            y = y_NH.index_select(0, row_TK[block, k]).float()
+            y = y_TKH[:, k]
             if not all_rows:
                 has_no_row = has_no_row_TK[block, k : k + 1]
                 y.masked_fill_(has_no_row, 0.0)
