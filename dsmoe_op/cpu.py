@@ -89,13 +89,12 @@ def finalize(
     # The result is no view, not even of a tensor of ours: autograd refuses writes in place to a view.
     out = y_NH.new_empty((T, H) if hidden_states is None else hidden_states.shape)
     out_TH = out.view(T, H)
-    tokens = max(1, FLOATS // (H * config.top_k))
+    tokens = max(1, FLOATS // H)
     for start in range(0, T, tokens):
         block = slice(start, start + tokens)
         total = torch.zeros(out_TH[block].shape, dtype=torch.float32)
-        y_TKH = y_NH.index_select(0, row_TK[block].flatten()).float().view(-1, config.top_k, H)
         for k in range(config.top_k):
-            y = y_TKH[:, k]
+            y = y_NH.index_select(0, row_TK[block, k]).float()
             if not all_rows:
                 has_no_row = has_no_row_TK[block, k : k + 1]
                 y.masked_fill_(has_no_row, 0.0)
