@@ -179,7 +179,7 @@ class Layer:
             args |= {"gate_T": None, "num_valid_tokens": None}
         kernels.gemm2(**args)
 
-    def experts(self, form: str, tiles: tuple[Tile, Tile], *, ends: bool, warmup: bool = True, **options: Any) -> None:
+    def experts(self, form: str, tiles: tuple[Tile, Tile], *, ends: bool, warmup: bool = True) -> None:
         """One launch of both products; form as in `gemms`, but "shared"."""
         T, H, I, S, N, width = self.T, self.H, self.I, self.S, self.T * self.config.top_k, 1 + self.config.gated
         args: dict[str, Any] = {"zero_tail": not ends, "out_TH": self.tensor(T, H) if ends else None}
@@ -196,7 +196,7 @@ class Layer:
             self.x, config=self.config, tiles=tiles, rows=self.rows(tiles[0].block_m),
             w13=self.weight(self.E, width * I, H), w2=self.weight(self.E, H, I), h_NI=self.tensor(N, I),
             y_NH=self.tensor(N, H), topk_ids_TK=self.slots(), topk_weights_TK=self.slots(FP32),
-            allow_tf32=self.allow_tf32, warmup=warmup, **args, **options,
+            warmup=warmup, **args,
         )  # fmt: skip
 
     def ends(self, warmup: bool = True) -> None:

@@ -533,7 +533,6 @@ class _Call:
             shared_TH=self.shared if self.dims.S else None,
             num_valid_tokens=self.num_valid_tokens,
             out_TH=self.out if ends else None,
-            allow_tf32=self.allow_tf32,
             warmup=self.warmup,
         )
 

@@ -15,7 +15,7 @@ import torch
 from layers import make_layer
 from torch import Tensor
 
-from dsmoe_op import MoEConfig, dual_stream_moe, reference, streams
+from dsmoe_op import MoEConfig, checks, dual_stream_moe, reference, streams, tuning
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
@@ -142,6 +142,21 @@ def raising_at(failing: str) -> contextlib.AbstractContextManager[None]:
             raise Boom
 
     return issuing(wrap)
+
+
+@contextlib.contextmanager
+def with_tiles(**changes: Any) -> Iterator[None]:
+    """Calls inside have what is chosen for them, but for these fields of `tuning.LayerTiles`."""
+    layer_choice = tuning.layer_choice
+
+    def changed(*given: Any) -> tuning.Choice:
+        choice = layer_choice(*given)
+        return choice._replace(tiles=choice.tiles._replace(**changes))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(checks, "_checked", {})  # plans that are made inside stay there
+        patch.setattr(tuning, "layer_choice", changed)
+        yield
 
 
 def nap() -> None:

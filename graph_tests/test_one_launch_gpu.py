@@ -4,35 +4,24 @@ from __future__ import annotations
 
 import contextlib
 import random
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
-from gpu import SCHEDULES, Block, capture, delays, nap, needs_gpu
+from gpu import SCHEDULES, Block, capture, delays, nap, needs_gpu, with_tiles
 from layers import WAYS, make_layer
 from torch import Tensor
 
-from dsmoe_op import MoEConfig, checks, dual_stream_moe, dual_stream_moe_unfinalized, finalize, reference, tuning
+from dsmoe_op import MoEConfig, dual_stream_moe, dual_stream_moe_unfinalized, finalize, reference
 
 pytestmark = needs_gpu
 
 TOKENS = (1, 2, 4, 7, 16, 33, 64)
 
 
-@contextlib.contextmanager
-def one_by_one() -> Iterator[None]:
+def one_by_one() -> contextlib.AbstractContextManager[None]:
     """Calls inside have a launch for each product."""
-    layer_choice = tuning.layer_choice
-
-    def apart(*given: Any) -> tuning.Choice:
-        choice = layer_choice(*given)
-        return choice._replace(tiles=choice.tiles._replace(one_launch=False))
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(checks, "_checked", {})  # plans that are made inside stay there
-        patch.setattr(tuning, "layer_choice", apart)
-        yield
+    return with_tiles(one_launch=False)
 
 
 def names_of(call: Any) -> list[str]:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from gpu import SCHEDULES, SIZES, Block, capture, nap, needs_gpu
+from gpu import SCHEDULES, SIZES, Block, capture, nap, needs_gpu, with_tiles
 from layers import WAYS
 from torch import Tensor
 
@@ -29,19 +29,9 @@ def _overlap(block: Block) -> None:
         assert tuning.layer_choice(shape, T, tuning.tables_of(None, torch.cuda.get_device_name())).tiles.overlaps
 
 
-@contextlib.contextmanager
-def one_after_another() -> Iterator[None]:
+def one_after_another() -> contextlib.AbstractContextManager[None]:
     """Calls inside have launches that do not overlap."""
-    layer_choice = tuning.layer_choice
-
-    def without(*given: Any) -> tuning.Choice:
-        choice = layer_choice(*given)
-        return choice._replace(tiles=choice.tiles._replace(overlaps=False))
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(checks, "_checked", {})  # plans that are made inside stay there
-        patch.setattr(tuning, "layer_choice", without)
-        yield
+    return with_tiles(overlaps=False)
 
 
 @contextlib.contextmanager

@@ -1,8 +1,8 @@
 """`python -m dsmoe_op doctor`: what this machine can do, and what keeps two streams from working side by side on it.
 
 Versions, compilers, caches and environment are looked at; the op is run against the reference; and on a GPU its two
-streams are profiled in a captured graph, next to plain two-stream code eager and compiled. Nothing is known beforehand
-of what torch does with streams: what is printed was seen in this run.
+streams are profiled, captured and compiled, next to those of plain code. Nothing is known beforehand of what torch does
+with streams: what is printed was seen in this run.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def add_parser(subparsers: Any) -> None:
         "doctor",
         help="what this machine can do, and what keeps the two streams from overlapping on it",
         description="Looks at versions, compilers, caches and environment, runs the op against the reference and, on a "
-        "GPU, profiles its two streams next to plain two-stream code, eager and compiled. "
+        "GPU, profiles its two streams next to plain two-stream code, captured and compiled. "
         "Exit code 0: no problem was found; 1: one was.",
     )
     parser.add_argument("--json", action="store_true", help="one JSON object on stdout, all else on stderr")

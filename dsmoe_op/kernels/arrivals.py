@@ -3,8 +3,9 @@
 A wait ends if every program waits only for programs of lower numbers, and those wait for none but lower ones in turn.
 GPUs start programs by ascending number, so of all programs that have not ended the lowest one has been started, and
 all that it waits for has ended: it goes on. Programs that wait may therefore fill the GPU, and other launches may come
-between; what they must not do is wait for a program of a higher number. Triton's interpreter runs programs one after
-another by ascending number, so that all is there when one asks.
+between; what they must not do is wait for a program of a higher number (route.py has an argument of its own, by tickets
+that are drawn). Triton's interpreter runs programs one after another by ascending number, so that all is there when one
+asks.
 
 What a program wrote before it arrives is seen by those that waited for it: its threads meet at a barrier, one of them
 releases at the GPU's scope, one thread of the other program acquires and the rest meet it at a barrier.

@@ -75,7 +75,6 @@ def _logits_at(
     num_splits,
     router_bias_ptr,
     SPLITS: tl.constexpr,
-    LOGITS: tl.constexpr,
     ROUND_TO: tl.constexpr,
     AT_ONCE: tl.constexpr,
 ):
@@ -163,7 +162,6 @@ def choose_tokens(
     """
     NEVER: tl.constexpr = -(2**31)
     MOST: tl.constexpr = 2**31 - 1
-    LOGITS: tl.constexpr = GROUPS * MEMBERS
     ROWS: tl.constexpr = MEMBERS_PAD // LANES  # of a group
     R: tl.constexpr = GROUPS_PAD * ROWS
     l_L = tl.arange(0, LANES)
@@ -186,7 +184,7 @@ def choose_tokens(
         bias_QL = tl.load(bias_ptr + id_QL, mask=inside_QL, other=0.0).to(tl.float32)
     logits_QL = _logits_at(
         logits_ptr + (token_Q * logits_stride)[:, None], id_QL, inside_QL, split_stride, num_splits, router_bias_ptr,
-        SPLITS, LOGITS, ROUND_TO, max(1, 128 // R),
+        SPLITS, ROUND_TO, max(1, 128 // R),
     )  # fmt: skip
     logits_RWL = tl.reshape(logits_QL, [R, TOKENS, LANES])
     r_R = tl.arange(0, R)[:, None, None]
@@ -263,7 +261,7 @@ def choose_tokens(
     # Weights, from the chosen logits read again: cheaper than to carry the scores through the choice.
     logits_P = _logits_at(
         logits_ptr + token_P * logits_stride, ids_P, inside_P, split_stride, num_splits, router_bias_ptr, SPLITS,
-        LOGITS, ROUND_TO, SPLITS,
+        ROUND_TO, SPLITS,
     )  # fmt: skip
     logits_WK = tl.reshape(logits_P, [TOKENS, K_PAD])
     if WEIGHTS_FROM == "topk_softmax":

@@ -20,7 +20,7 @@ from torch import Tensor
 from dsmoe_op.config import MoEConfig
 from dsmoe_op.kernels.arrivals import arrive, wait_for
 from dsmoe_op.kernels.finalize import sum_of_rows
-from dsmoe_op.kernels.gemm import rows_product
+from dsmoe_op.kernels.gemm import routed_rows, rows_product, shared_rows, store_zeros
 from dsmoe_op.kernels.launch import INTERPRET, launch, row_stride
 from dsmoe_op.kernels.order import Rows
 from dsmoe_op.kernels.overlap import begin
@@ -54,7 +54,6 @@ def experts(
     shared_TH: Tensor | None = None,
     num_valid_tokens: Tensor | None = None,
     out_TH: Tensor | None = None,
-    allow_tf32: bool = False,
     warmup: bool = False,
 ) -> None:
     """h and y of the routed experts, those of the shared one where shared_w13 is given, and out where it is.
@@ -138,7 +137,6 @@ def experts(
         "STAGES": tuple(stages),
         "BLOCK_T": tokens,
         "AT_ONCE": 8,
-        "PRECISION": "tf32" if allow_tf32 else "ieee",
         "INTERPRET": INTERPRET,
         "num_warps": one.num_warps,
         "num_stages": max(stages),
@@ -209,7 +207,6 @@ def _experts(
     STAGES: tl.constexpr,
     BLOCK_T: tl.constexpr,
     AT_ONCE: tl.constexpr,
-    PRECISION: tl.constexpr,
     INTERPRET: tl.constexpr,
     EARLY: tl.constexpr = False,
     FOLLOWED: tl.constexpr = False,
@@ -232,23 +229,17 @@ def _experts(
         if FUSED:  # noqa: SIM102 (the compiler decides the outer one)
             if program < routed1:
                 block = program // SHARED_COLUMNS1
-                row = block * BLOCK_M
-                out_end = tl.minimum(row + BLOCK_M, T)
-                end = out_end
-                if num_valid_ptr is not None:
-                    end = tl.minimum(end, tl.load(num_valid_ptr))
+                row, end, out_end = shared_rows(block, T, num_valid_ptr, BLOCK_M)
                 rows_product(
                     x_ptr, x_stride, None, None, shared_w13_ptr, None, 0, None, None, shared_h_ptr, row, end, out_end,
                     program % SHARED_COLUMNS1 * BLOCK_N[0], K, S, H, SHARED_W13_STRIDES[0], SHARED_W13_STRIDES[1],
                     ACTIVATION, "gate_up", SHARED_CLAMP, CLAMP_AFTER, BLOCK_M, BLOCK_M, 0, BLOCK_N[0], BLOCK_K[0],
-                    SWAP[0], ZEROS, PRECISION, INTERPRET, STAGES[0],
+                    SWAP[0], ZEROS, "ieee", INTERPRET, STAGES[0],
                 )  # fmt: skip
                 arrive(arrivals_ptr + block)
         if program >= routed1:
             block = (program - routed1) // COLUMNS1
-            expert = tl.load(blocks_ptr + block)
-            row = tl.load(blocks_ptr + num_blocks + block)
-            end = tl.load(blocks_ptr + 2 * num_blocks + block)
+            expert, row, end = routed_rows(blocks_ptr, num_blocks, block)
             if expert >= 0:
                 if w13_bias_ptr is not None:
                     w13_bias_ptr += expert * (I if ACTIVATION == "relu2" else 2 * I)
@@ -257,7 +248,7 @@ def _experts(
                     w13_ptr + expert.to(tl.int64) * W13_STRIDES[0], None, expert, w13_bias_ptr, None, h_ptr, row, end,
                     end, (program - routed1) % COLUMNS1 * BLOCK_N[0], K, I, H, W13_STRIDES[1], W13_STRIDES[2],
                     ACTIVATION, ORDER, CLAMP, CLAMP_AFTER, BLOCK_M, BLOCK_M, 0, BLOCK_N[0], BLOCK_K[0], SWAP[0],
-                    False, PRECISION, INTERPRET, STAGES[0],
+                    False, "ieee", INTERPRET, STAGES[0],
                 )  # fmt: skip
                 arrive(arrivals_ptr + row_blocks + block)
     elif program < sums:
@@ -266,21 +257,15 @@ def _experts(
         counter_ptr = arrivals_ptr + row_blocks + block
         if FUSED:  # noqa: SIM102
             if block < 0:
-                row = (row_blocks + block) * BLOCK_M
-                out_end = tl.minimum(row + BLOCK_M, T)
-                end = out_end
-                if num_valid_ptr is not None:
-                    end = tl.minimum(end, tl.load(num_valid_ptr))
+                row, end, out_end = shared_rows(row_blocks + block, T, num_valid_ptr, BLOCK_M)
                 wait_for(counter_ptr, SHARED_COLUMNS1)
                 rows_product(
                     shared_h_ptr, S, None, None, shared_w2_ptr, None, 0, None, gate_ptr, shared_ptr, row, end, out_end,
                     column, K, H, S, SHARED_W2_STRIDES[0], SHARED_W2_STRIDES[1], None, None, None, False, BLOCK_M,
-                    BLOCK_M, 0, BLOCK_N2, BLOCK_K[1], SWAP[1], ZEROS, PRECISION, INTERPRET, STAGES[1],
+                    BLOCK_M, 0, BLOCK_N2, BLOCK_K[1], SWAP[1], ZEROS, "ieee", INTERPRET, STAGES[1],
                 )  # fmt: skip
         if block >= 0:
-            expert = tl.load(blocks_ptr + block)
-            row = tl.load(blocks_ptr + num_blocks + block)
-            end = tl.load(blocks_ptr + 2 * num_blocks + block)
+            expert, row, end = routed_rows(blocks_ptr, num_blocks, block)
             if expert >= 0:
                 w2_ptr += expert.to(tl.int64) * W2_STRIDES[0]
                 if w2_bias_ptr is not None:
@@ -289,14 +274,10 @@ def _experts(
                 rows_product(
                     h_ptr, I, None, None, w2_ptr, None, expert, w2_bias_ptr, None, y_ptr, row, end, end, column, K, H,
                     I, W2_STRIDES[1], W2_STRIDES[2], None, None, None, False, BLOCK_M, BLOCK_M, 0, BLOCK_N2,
-                    BLOCK_K[1], SWAP[1], False, PRECISION, INTERPRET, STAGES[1],
+                    BLOCK_K[1], SWAP[1], False, "ieee", INTERPRET, STAGES[1],
                 )  # fmt: skip
             elif ZERO_TAIL:
-                rows_M = row + tl.arange(0, BLOCK_M)
-                c_N = column + tl.arange(0, BLOCK_N2)
-                out_ptrs = y_ptr + rows_M.to(tl.int64)[:, None] * H + c_N[None, :]
-                zeros_MN = tl.zeros([BLOCK_M, BLOCK_N2], y_ptr.dtype.element_ty)
-                tl.store(out_ptrs, zeros_MN, mask=(rows_M < end)[:, None] & (c_N < H)[None, :])
+                store_zeros(y_ptr, row, end, column, H, BLOCK_M, BLOCK_N2)
         if out_ptr is not None:
             arrive(columns_ptr + (program - gemm2) // blocks)
     elif out_ptr is not None:

@@ -579,6 +579,36 @@ def rows_product(
             _store(out_TN, out_ptr, gate_ptr, rows_T, in_T, out_end, column, COLUMNS, ZEROS)
 
 
+@triton.jit
+def routed_rows(blocks_ptr, num_blocks, block):
+    """Expert, first row, and the row after the last, of a block of the map."""
+    expert = tl.load(blocks_ptr + block)
+    row = tl.load(blocks_ptr + num_blocks + block)
+    end = tl.load(blocks_ptr + 2 * num_blocks + block)
+    return expert, row, end
+
+
+@triton.jit
+def shared_rows(block, T, num_valid_ptr, BLOCK_M: tl.constexpr):
+    """First row of a block of the shared expert, the row after its last valid one, and the one after its last."""
+    row = block * BLOCK_M
+    out_end = tl.minimum(row + BLOCK_M, T)
+    end = out_end
+    if num_valid_ptr is not None:
+        end = tl.minimum(end, tl.load(num_valid_ptr))
+    return row, end, out_end
+
+
+@triton.jit
+def store_zeros(out_ptr, row, end, column, COLUMNS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    """A tile of rows that no expert has."""
+    rows_M = row + tl.arange(0, BLOCK_M)
+    c_N = column + tl.arange(0, BLOCK_N)
+    out_ptrs = out_ptr + rows_M.to(tl.int64)[:, None] * COLUMNS + c_N[None, :]
+    zeros_MN = tl.zeros([BLOCK_M, BLOCK_N], out_ptr.dtype.element_ty)
+    tl.store(out_ptrs, zeros_MN, mask=(rows_M < end)[:, None] & (c_N < COLUMNS)[None, :])
+
+
 @triton.jit(
     do_not_specialize=["T", "routed_programs", "num_blocks"],
     do_not_specialize_on_alignment=["bias_ptr", "weight_on_input_ptr", "num_valid_ptr"],
@@ -633,9 +663,7 @@ def _grouped_gemm(
         if program < routed_programs:
             block = program // tl.cdiv(COLUMNS, BLOCK_N)
             column = program % tl.cdiv(COLUMNS, BLOCK_N) * BLOCK_N
-            expert = tl.load(blocks_ptr + block)
-            row = tl.load(blocks_ptr + num_blocks + block)
-            end = tl.load(blocks_ptr + 2 * num_blocks + block)
+            expert, row, end = routed_rows(blocks_ptr, num_blocks, block)
             if expert >= 0:
                 if bias_ptr is not None:
                     bias_ptr += expert * (COLUMNS if ACTIVATION is None or ACTIVATION == "relu2" else 2 * COLUMNS)
@@ -647,20 +675,12 @@ def _grouped_gemm(
                     CLAMP_AFTER, BLOCK_M, LEAST_M, TAIL, BLOCK_N, BLOCK_K, SWAP, False, PRECISION, INTERPRET,
                 )  # fmt: skip
             elif ZERO_TAIL:
-                rows_M = row + tl.arange(0, BLOCK_M)
-                c_N = column + tl.arange(0, BLOCK_N)
-                out_ptrs = out_ptr + rows_M.to(tl.int64)[:, None] * COLUMNS + c_N[None, :]
-                zeros_MN = tl.zeros([BLOCK_M, BLOCK_N], out_ptr.dtype.element_ty)
-                tl.store(out_ptrs, zeros_MN, mask=(rows_M < end)[:, None] & (c_N < COLUMNS)[None, :])
+                store_zeros(out_ptr, row, end, column, COLUMNS, BLOCK_M, BLOCK_N)
     if shared_out_ptr is not None:  # noqa: SIM102
         if program >= routed_programs:
             block = (program - routed_programs) // tl.cdiv(SHARED_COLUMNS, BLOCK_N)
             column = (program - routed_programs) % tl.cdiv(SHARED_COLUMNS, BLOCK_N) * BLOCK_N
-            row = block * BLOCK_M
-            out_end = tl.minimum(row + BLOCK_M, T)
-            end = out_end
-            if num_valid_ptr is not None:
-                end = tl.minimum(end, tl.load(num_valid_ptr))
+            row, end, out_end = shared_rows(block, T, num_valid_ptr, BLOCK_M)
             rows_product(
                 shared_a_ptr, shared_a_stride, None, None, shared_w_ptr, shared_w_desc, 0, None, gate_ptr,
                 shared_out_ptr, row, end, out_end, column, K, SHARED_COLUMNS, SHARED_INNER, SHARED_STRIDES[0],

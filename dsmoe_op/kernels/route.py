@@ -25,6 +25,7 @@ import triton.language as tl
 from torch import Tensor
 
 from dsmoe_op.config import MoEConfig
+from dsmoe_op.kernels.arrivals import wait_for
 from dsmoe_op.kernels.choose import choose_tokens
 from dsmoe_op.kernels.launch import TL_DTYPE, launch, row_stride
 from dsmoe_op.kernels.order import TICKETS, Rows, count_chunk, count_slots, num_chunks, num_zeros, order_chunk, zero
@@ -489,15 +490,14 @@ def _route(
             else:
                 arrived = producers
             if arrived == producers and num_chunks == 1:
+                tl.debug_barrier()
                 chunk = 0
     elif ORDERS and not WHOLE:  # noqa: SIM102
         if producers > 0:
-            while tl.atomic_add(counters_ptr, 0, sem="acquire") < producers:
-                pass
+            wait_for(counters_ptr, producers)
 
     if ORDERS:  # noqa: SIM102
         if chunk >= 0:
-            tl.debug_barrier()
             order_chunk(
                 chunk,
                 experts_P,
