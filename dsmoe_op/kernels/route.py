@@ -490,7 +490,6 @@ def _route(
             else:
                 arrived = producers
             if arrived == producers and num_chunks == 1:
-                tl.debug_barrier()
                 chunk = 0
     elif ORDERS and not WHOLE:  # noqa: SIM102
         if producers > 0:
@@ -498,6 +497,7 @@ def _route(
 
     if ORDERS:  # noqa: SIM102
         if chunk >= 0:
+            tl.debug_barrier()
             order_chunk(
                 chunk,
                 experts_P,
