@@ -103,7 +103,7 @@ def experts_of(offsets: Tensor) -> list[slice]:
 
 
 def gemm1_oracle(x, w13, bias, config, rows: kernels.Rows, weights=None):
-    """float64 [rows, I]."""
+    """float64 [rows, I], and [rows, 2I] of sums before the activation."""
     slots = rows.sorted_slot_N[: rows.offsets[-1]].long()
     x_rows = x[slots // config.top_k]
     if weights is not None:
@@ -111,7 +111,7 @@ def gemm1_oracle(x, w13, bias, config, rows: kernels.Rows, weights=None):
     h = torch.zeros(len(slots), w13.shape[1], dtype=FP64)
     for expert, its in enumerate(experts_of(rows.offsets)):
         h[its] = x_rows[its].to(FP64) @ w13[expert].to(FP64).T + (0 if bias is None else bias[expert].to(FP64))
-    return reference.activation(h, config, clamp=config.clamp_routed, order=config.w13_order)
+    return reference.activation(h, config, clamp=config.clamp_routed, order=config.w13_order), h
 
 
 def some_ids(rng, T: int, K: int, E: int) -> Tensor:
@@ -149,7 +149,8 @@ def check_gemm1(
         sorted_slot_N=rows.sorted_slot_N, topk_weights_TK=weights, h_NI=h,
     )  # fmt: skip
     end = int(rows.offsets[-1])
-    close(h[:end], gemm1_oracle(x, w13, w13_bias, config, rows, weights), slack=slack)
+    want, sums = gemm1_oracle(x, w13, w13_bias, config, rows, weights)
+    close(h[:end], want, slack=slack, sums=sums)
     assert (h[end:] == torch.tensor(GARBAGE, dtype=dtype)).all()
 
 
@@ -254,7 +255,7 @@ def test_experts_that_are_one_and_the_same_come_by_pointers(rng, descriptors):
     kernels.gemm1(
         x, config=config, tile=LARGE, w13=w13, blocks=rows.blocks_3B, sorted_slot_N=rows.sorted_slot_N, h_NI=h
     )
-    close(h[: rows.offsets[-1]], gemm1_oracle(x, w13, None, config, rows))
+    close(h[: rows.offsets[-1]], gemm1_oracle(x, w13, None, config, rows)[0])
     assert descriptors == [0]
 
 
@@ -272,7 +273,7 @@ def test_gemm_reaches_beyond_2_to_the_31_elements(rng, tile):
         kernels.gemm1(
             x, config=config, tile=tile, w13=w13, blocks=rows.blocks_3B, sorted_slot_N=rows.sorted_slot_N, h_NI=h
         )
-        close(h, gemm1_oracle(x, w13, None, config, rows))
+        close(h, gemm1_oracle(x, w13, None, config, rows)[0])
 
 
 def gemm2_oracle(h, w2, bias, offsets):
@@ -342,11 +343,6 @@ def test_the_launch_beside_a_persistent_gemm2_zeroes_the_whole_tail(rng, H):
         assert torch.equal(y, want)
 
 
-def shared_oracle(x, shared_w13, config):
-    h = x.to(FP64) @ shared_w13.to(FP64).T
-    return reference.activation(h, config, clamp=config.clamp_shared)
-
-
 def check_shared(rng, tile1, tile2, *, dtype, T, H, S, form=lambda w: w, config=None, valid=None) -> None:
     """Both products, with a gate, and valid rows before padding."""
     config = config or MoEConfig(top_k=2, w13_order="up_gate", clamp_shared=0.9, clamp_routed=0.1)
@@ -359,7 +355,8 @@ def check_shared(rng, tile1, tile2, *, dtype, T, H, S, form=lambda w: w, config=
     kernels.gemm1(
         padded_rows(x), config=config, tile=tile1, shared_w13=form(w13), h_shared_TS=h, num_valid_tokens=num_valid
     )
-    close(h[:end], shared_oracle(x, w13, config)[:end])
+    sums = x[:end].to(FP64) @ w13.to(FP64).T
+    close(h[:end], reference.activation(sums, config, clamp=config.clamp_shared), sums=sums)
     kernels.gemm2(
         config=config, tile=tile2, shared_w2=form(w2), h_shared_TS=h, gate_T=gate, shared_TH=shared,
         num_valid_tokens=num_valid,
