@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from dsmoe_op import MoEConfig, reference
+from dsmoe_op import MoEConfig, formats, reference
 from dsmoe_op.checks import LAYER_FIELDS
 
 T, H, E, K, I, S = 7, 48, 12, 3, 32, 80
@@ -98,6 +99,25 @@ def make_layer(
     return random(*lead, H), layer
 
 
+def quantized(
+    layer: dict[str, Any], routed: str | None = None, shared: str | None = None, **options: Any
+) -> dict[str, Any]:  # fmt: skip
+    """The layer with its weights in these formats; options as of `formats.quantize`, an input_scale that fits randn."""
+    config = dataclasses.replace(layer["config"], routed_format=routed, shared_format=shared)
+    new = layer | {"config": config}
+    for name in ("w13", "w2", "shared_w13", "shared_w2"):
+        format = config.format_of(name)
+        if format is None or name not in layer:
+            continue
+        given = dict(options)
+        if format == "fp8_tensor":
+            given["input_scale"] = torch.full((1,), 5 / 448, device=layer[name].device)
+        halves, interleaved = config.halves(name), config.interleaves(name)
+        parts = formats.quantize(format, layer[name], halves=halves, interleaved=interleaved, **given)
+        new |= {name + suffix: t for suffix, t in zip(formats.SUFFIXES, parts, strict=True) if t is not None}
+    return new
+
+
 def tensors_of(x: Tensor, layer: dict[str, Any]) -> dict[str, Tensor]:
     """All tensors of a call by argument name."""
     return {"hidden_states": x, **{name: t for name, t in layer.items() if isinstance(t, Tensor)}}
@@ -106,7 +126,9 @@ def tensors_of(x: Tensor, layer: dict[str, Any]) -> dict[str, Tensor]:
 def moe_args(x: Tensor, layer: dict[str, Any], schedule: str = "auto") -> tuple[Any, ...]:
     """The same call as positional arguments of `torch.ops.dsmoe.moe_v1` and `moe_unfinalized_v1`."""
     tensors = tensors_of(x, layer)
-    return *(tensors.get(name) for name in LAYER_FIELDS[:16]), layer["config"].key, schedule
+    scales = [tensors.get(name) for name in LAYER_FIELDS[16:]]
+    scales = scales if any(scale is not None for scale in scales) else []
+    return *(tensors.get(name) for name in LAYER_FIELDS[:16]), layer["config"].key, schedule, *scales
 
 
 def route_args(x: Tensor | None, layer: dict[str, Any]) -> tuple[Any, ...]:

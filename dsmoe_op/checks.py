@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from dsmoe_op import formats
 from dsmoe_op.config import MAX_EXPERTS, MoEConfig
 
 SCHEDULES = ("auto", "serial", "dual", "dual_shared_main", "fused")
@@ -40,7 +41,7 @@ class Layer(NamedTuple):
     shared_gate: Tensor | None
     num_valid_tokens: Tensor | None
     expert_map: Tensor | None
-    # Tensors of quantised weights: in the schema from the start, refused until their formats are built.
+    # Tensors of quantised weights (`formats.py`).
     w13_scale: Tensor | None = None
     w2_scale: Tensor | None = None
     shared_w13_scale: Tensor | None = None
@@ -129,9 +130,6 @@ def check_layer(layer: Layer, config: MoEConfig, schedule: str = "auto") -> Dims
         raise ValueError(f"schedule: expected one of {', '.join(map(repr, SCHEDULES))}, got {schedule!r}")
     x = layer.hidden_states
     _check_hidden_states(x)
-    for name in _QUANTISATION:
-        if getattr(layer, name) is not None:
-            raise ValueError(f"{name}: expected None, since no quantised format is built yet, got a tensor")
     T, H = flat_tokens(x), x.shape[-1]
 
     if layer.w13.dim() != 3:
@@ -145,8 +143,8 @@ def check_layer(layer: Layer, config: MoEConfig, schedule: str = "auto") -> Dims
     if I == 0:
         raise ValueError(f"w13: expected at least one row an expert, got {_shape(layer.w13)}")
     width = "2I" if config.gated else "I"
-    _check_weight("w13", layer.w13, {"E": E, width: rows, "H": H}, x)
-    _check_weight("w2", layer.w2, {"E": E, "H": H, "I": I}, x)
+    _check_weight("w13", layer, config, {"E": E, width: rows, "H": H})
+    _check_weight("w2", layer, config, {"E": E, "H": H, "I": I})
     _check("w13_bias", layer.w13_bias, {"E": E, width: rows}, x, (x.dtype, torch.float32))
     _check("w2_bias", layer.w2_bias, {"E": E, "H": H}, x, (x.dtype, torch.float32))
 
@@ -162,6 +160,14 @@ def check_layer(layer: Layer, config: MoEConfig, schedule: str = "auto") -> Dims
         for name, letter, size in (("hidden_states", "H", H), ("w13", "I", I), ("shared_w13", "S", S)):
             if size % CUDA_MULTIPLE:
                 raise ValueError(f"{name}: expected {letter} to be a multiple of {CUDA_MULTIPLE} on CUDA, got {size}")
+        for name in ("routed_format", "shared_format"):
+            if getattr(config, name) is not None:
+                raise ValueError(f"{name}: expected None on CUDA, got {getattr(config, name)!r}")
+    if schedule == "fused" and S and config.routed_format != config.shared_format:
+        raise ValueError(
+            f"schedule: 'fused' expects shared_format to be routed_format={config.routed_format!r}, "
+            f"got {config.shared_format!r}"
+        )
     if schedule == "fused" and S % I:
         raise ValueError(f"schedule: 'fused' expects S to be a multiple of I, got S={S}, I={I}")
     return Dims(T, H, E, config.top_k, I, S, E_routing)
@@ -296,16 +302,17 @@ def _check_shared(layer: Layer, config: MoEConfig, H: int) -> int:
         missing = "shared_w13" if layer.shared_w13 is None else "shared_w2"
         raise ValueError(f"{missing}: expected shared_w13 and shared_w2 together, got None")
     if layer.shared_w13 is None or layer.shared_w2 is None:
-        if layer.shared_gate is not None:
-            raise ValueError("shared_gate: expected None without shared_w13, got a tensor")
+        for name in ("shared_gate", *(n for n in _QUANTISATION if n.startswith("shared_"))):
+            if getattr(layer, name) is not None:
+                raise ValueError(f"{name}: expected None without shared_w13, got a tensor")
         return 0
     rows = layer.shared_w13.shape[0] if layer.shared_w13.dim() else 0
     width = "2S" if config.gated else "S"
     if layer.shared_w13.dim() != 2 or rows == 0 or (config.gated and rows % 2):
         raise ValueError(f"shared_w13: expected [{width}, H={H}] with {width} above 0, got {_shape(layer.shared_w13)}")
     S = rows // 2 if config.gated else rows
-    _check_weight("shared_w13", layer.shared_w13, {width: rows, "H": H}, x)
-    _check_weight("shared_w2", layer.shared_w2, {"H": H, "S": S}, x)
+    _check_weight("shared_w13", layer, config, {width: rows, "H": H})
+    _check_weight("shared_w2", layer, config, {"H": H, "S": S})
     _check("shared_gate", layer.shared_gate, {"": 1, "H": H}, x, (x.dtype, torch.float32))
     return S
 
@@ -330,15 +337,80 @@ def check_choice(config: MoEConfig, E_logits: int) -> None:
         )
 
 
-def _check_weight(name: str, tensor: Tensor, dims: Sizes, x: Tensor) -> None:
-    accepted = (x.dtype,)
-    if tensor.dtype not in MODEL_DTYPES:
-        raise ValueError(
-            f"{name}: expected {_dtypes(accepted)} as hidden_states has, since no quantised format is built yet, "
-            f"got {_dtypes((tensor.dtype,))}"
-        )
-    _check(name, tensor, dims, x, accepted)
-    _check_unit_stride(name, tensor)
+def _check_weight(name: str, layer: Layer, config: MoEConfig, dims: Sizes) -> None:
+    """A weight, in the dtype of hidden_states or in its format, and the tensors that belong to it."""
+    x, tensor, format_name = layer.hidden_states, getattr(layer, name), config.format_of(name)
+    field = "shared_format" if name.startswith("shared_") else "routed_format"
+    extras = {suffix: getattr(layer, name + suffix) for suffix in formats.SUFFIXES[1:]}
+    if format_name is None:
+        if tensor.dtype not in MODEL_DTYPES:
+            accepted = f"{_dtypes((x.dtype,))} as hidden_states has, or a {field} that tells what it is"
+            raise ValueError(f"{name}: expected {accepted}, got {_dtypes((tensor.dtype,))}")
+        _check(name, tensor, dims, x, (x.dtype,))
+        _check_unit_stride(name, tensor)
+        wanted: set[str] = set()
+    else:
+        wanted = _check_quantised(name, tensor, extras, format_name, config, dims, x)
+    for suffix, extra in extras.items():
+        if extra is not None and suffix not in wanted:
+            raise ValueError(f"{name}{suffix}: expected None with {field}={format_name!r}, got a tensor")
+
+
+def _check_quantised(
+    name: str, tensor: Tensor, extras: Mapping[str, Tensor | None], format_name: str, config: MoEConfig, dims: Sizes,
+    x: Tensor,
+) -> set[str]:  # fmt: skip
+    """Checks all tensors of one quantised weight; returns the suffixes of those that may be there."""
+    format = formats.FORMATS[format_name]
+    *others, (letter, _) = dims.items()
+    *experts, rows, columns = [size or 0 for size in dims.values()]
+    _check_dtype(name, tensor, format.dtypes)
+    n = formats.numbers(format, tensor.dtype)
+    if columns % n:
+        raise ValueError(f"{name}: expected {letter} to be a multiple of {n} for its dtype, got {columns}")
+    _check(name, tensor, {**dict(others), letter if n == 1 else f"{letter}/{n}": columns // n}, x, format.dtypes)
+    options: dict[str, Any] = {"halves": config.halves(name), "interleaved": config.interleaves(name)}
+
+    def check(suffix: str, dtypes: tuple[torch.dtype, ...], shapes: list[tuple[int, ...]], *, needed: bool) -> None:
+        t = extras[suffix]
+        if t is None:
+            if needed:
+                raise ValueError(f"{name}{suffix}: expected a tensor for the format {format_name!r}, got None")
+            return
+        _check_dtype(name + suffix, t, dtypes)
+        _check_device(name + suffix, t, x)
+        if tuple(t.shape) not in shapes:
+            accepted = " or ".join(str(list(shape)) for shape in shapes)
+            raise ValueError(f"{name}{suffix}: expected {accepted}, got {_shape(t)}")
+        _check_contiguous(name + suffix, t)
+
+    def with_experts(shapes: list[tuple[int, ...]]) -> list[tuple[int, ...]]:
+        return [(*experts, *shape) for shape in shapes]
+
+    _check_contiguous(name, tensor)
+    scales = with_experts(formats.scale_shapes(format_name, rows, columns, **options))
+    check("_scale", format.scale_dtypes, scales, needed=True)
+    wanted = {"_scale"}
+    if format.may_have_zero_point:
+        wanted.add("_zero_point")
+        scale, points, dtype = extras["_scale"], extras["_zero_point"], tensor.dtype
+        assert scale is not None
+        packed = -(-rows // formats.numbers(format, dtype if points is None else points.dtype))
+        check("_zero_point", format.dtypes, with_experts([(packed, scale.shape[-1])]), needed=False)
+    if format.has_global_scale:
+        wanted.add("_global_scale")
+        shapes = with_experts(formats.per_tensor_shapes(options["halves"]))
+        check("_global_scale", (torch.float32,), shapes, needed=True)
+    if format.activations == "tensor":
+        wanted.add("_input_scale")
+        shapes = [(*experts,), (1,), ()] if experts else [(1,), ()]
+        check("_input_scale", (torch.float32,), shapes, needed=True)
+    return wanted
+
+
+def _check_contiguous(name: str, tensor: Tensor) -> None:
+    if not tensor.is_contiguous():
+        raise ValueError(f"{name}: expected a contiguous tensor, got strides {list(tensor.stride())}")
 
 
 def _check_unit_stride(name: str, tensor: Tensor) -> None:

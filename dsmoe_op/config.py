@@ -8,6 +8,8 @@ import json
 from collections.abc import Mapping
 from typing import Any, Literal, get_args
 
+from dsmoe_op.formats import FormatName
+
 Score = Literal["sigmoid", "softmax", "sqrtsoftplus", "none"]
 ChoiceOn = Literal["score", "logit"]
 GroupScore = Literal["top2_sum", "max"]
@@ -57,6 +59,8 @@ class MoEConfig:
             shared_w13 is always gate_up.
         combine: the layer's sum of routed and shared output, or half of it, their average.
         num_zero_experts: Z; ids E..E+Z-1 return w * x. router_weight and correction_bias then have E + Z rows.
+        routed_format, shared_format: how w13 and w2, and shared_w13 and shared_w2, are quantised: a name of
+            `dsmoe_op.formats.FORMATS`. None: they are not.
 
     Raises:
         ValueError: a field outside its values; the text names the field, what came and what is accepted.
@@ -84,6 +88,8 @@ class MoEConfig:
     w13_order: W13Order = "gate_up"
     combine: Combine = "sum"
     num_zero_experts: int = 0
+    routed_format: FormatName | None = None
+    shared_format: FormatName | None = None
 
     def __post_init__(self) -> None:
         for name, values in _CHOICES.items():
@@ -146,6 +152,18 @@ class MoEConfig:
         """Whether w13 holds gate and up rows (2I of them) or up rows alone (I)."""
         return self.activation != "relu2"
 
+    def format_of(self, weight: str) -> FormatName | None:
+        """Of w13, w2, shared_w13 or shared_w2."""
+        return self.shared_format if weight.startswith("shared_") else self.routed_format
+
+    def halves(self, weight: str) -> int:
+        """2 where the weight of that name has gate and up rows, else 1."""
+        return 2 if self.gated and weight.endswith("w13") else 1
+
+    def interleaves(self, weight: str) -> bool:
+        """Whether its gate and up rows alternate."""
+        return self.gated and weight == "w13" and self.w13_order == "interleaved"
+
     @property
     def scale_in_weights(self) -> float:
         """The factor that the weights take."""
@@ -160,7 +178,7 @@ class MoEConfig:
         return MoEConfig.from_key, (self.key,)
 
 
-_CHOICES: dict[str, tuple[str, ...]] = {
+_CHOICES: dict[str, tuple[str | None, ...]] = {
     "score": get_args(Score),
     "choice_on": get_args(ChoiceOn),
     "group_score": get_args(GroupScore),
@@ -174,6 +192,8 @@ _CHOICES: dict[str, tuple[str, ...]] = {
     "activation": get_args(Activation),
     "w13_order": get_args(W13Order),
     "combine": get_args(Combine),
+    "routed_format": (None, *get_args(FormatName)),
+    "shared_format": (None, *get_args(FormatName)),
 }
 
 _FIELDS = tuple(sorted(f.name for f in dataclasses.fields(MoEConfig) if f.init))

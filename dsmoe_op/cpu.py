@@ -11,12 +11,13 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dsmoe_op import reference
+from dsmoe_op import formats, reference
 from dsmoe_op.checks import Checked, Dims, Layer, Routing
 from dsmoe_op.config import MoEConfig
 
@@ -54,17 +55,18 @@ def moe_unfinalized(layer: Layer, call: Checked) -> tuple[Tensor, ...]:
 
     y_NH = x_TH.new_empty((dims.T * dims.K, dims.H))
     y_NH[num_rows:] = 0
+    w13, w2 = (_Weight(layer, name, config, x_TH.dtype) for name in ("w13", "w2"))
     for experts, rows in _runs(counts_E):
         slots = slots_N[rows]
         x = x_TH.index_select(0, slots // dims.K)
         if config.apply_router_weight_on_input:
             x = (weights_TK.flatten()[slots].unsqueeze(1) * x).to(x.dtype)
-        h = _linear_each(x, layer.w13, layer.w13_bias, experts, counts_E)
+        h = _linear_each(x, w13, layer.w13_bias, experts, counts_E)
         h = _activation(h, config, config.clamp_routed, config.w13_order, x.dtype)
         if len(h) == len(y_NH):  # one run is all of it: no copy
-            y_NH = _linear_each(h, layer.w2, layer.w2_bias, experts, counts_E).to(x.dtype)
+            y_NH = _linear_each(h, w2, layer.w2_bias, experts, counts_E).to(x.dtype)
         else:
-            _linear_each(h, layer.w2, layer.w2_bias, experts, counts_E, out=y_NH[rows])
+            _linear_each(h, w2, layer.w2_bias, experts, counts_E, out=y_NH[rows])
     return y_NH, ids_TK, weights_TK, row_of_TK, _shared(x_TH, layer, config)
 
 
@@ -217,9 +219,10 @@ def _shared(x_TH: Tensor, layer: Layer, config: MoEConfig) -> Tensor:
     if layer.shared_w13 is None or layer.shared_w2 is None:
         return x_TH.new_empty((0, x_TH.shape[1]))
     T = len(x_TH)
-    h = _linear(x_TH, layer.shared_w13, x_TH.new_empty((T, layer.shared_w13.shape[0])))
+    w13, w2 = (_Weight(layer, name, config, x_TH.dtype) for name in ("shared_w13", "shared_w2"))
+    h = _linear(w13.rows(x_TH), w13.of(), x_TH.new_empty((T, layer.shared_w13.shape[0])))
     h = _activation(h, config, config.clamp_shared, "gate_up", x_TH.dtype)
-    shared_TH = _linear(h, layer.shared_w2, x_TH.new_empty(x_TH.shape))
+    shared_TH = _linear(w2.rows(h), w2.of(), x_TH.new_empty(x_TH.shape))
     if layer.shared_gate is not None:
         gate = layer.shared_gate.float()
         tokens = max(1, FLOATS // x_TH.shape[1])
@@ -230,9 +233,39 @@ def _shared(x_TH: Tensor, layer: Layer, config: MoEConfig) -> Tensor:
     return shared_TH
 
 
+class _Weight:
+    """One of the layer's four weights, which may be quantised: then it is taken apart an expert at a time."""
+
+    def __init__(self, layer: Layer, name: str, config: MoEConfig, dtype: torch.dtype) -> None:
+        self.plain: Tensor = getattr(layer, name)
+        self.num_rows = self.plain.shape[-2]
+        self.dtype, self.format = dtype, config.format_of(name)
+        if self.format is not None:
+            self._tensors = formats.quantised(layer._asdict(), name)
+            self._options: dict[str, Any] = {"halves": config.halves(name), "interleaved": config.interleaves(name)}
+            packed = formats.numbers(formats.FORMATS[self.format], self.plain.dtype)
+            self._columns = self.plain.shape[-1] * packed
+
+    def of(self, expert: int | None = None) -> Tensor:
+        """[R, K] in the model's dtype, of an expert or of the shared one."""
+        if self.format is None:
+            return self.plain if expert is None else self.plain[expert]
+        its = self._tensors if expert is None else self._tensors.expert(expert)
+        return formats.dequantize(self.format, its, self._columns, dtype=torch.float32, **self._options).to(self.dtype)
+
+    def rows(self, x: Tensor, expert: int | None = None) -> Tensor:
+        """x as the weight multiplies it, in the model's dtype."""
+        if self.format is None:
+            return x
+        scale = self._tensors.input_scale
+        if scale is not None and scale.numel() > 1:
+            scale = scale[expert]
+        return formats.quantized_rows(x, self.format, scale).to(self.dtype)
+
+
 def _linear_each(
     x: Tensor,
-    weight_E: Tensor,
+    weight: _Weight,
     bias_E: Tensor | None,
     experts: list[int],
     counts_E: list[int],
@@ -245,13 +278,13 @@ def _linear_each(
     first, end = experts[0], experts[-1] + 1
     sizes = [counts_E[e] for e in experts]
     is_dense = end - first <= (GROUP_IDLE + 1) * len(experts)
-    if out is None and is_dense and _can_group(x, weight_E):
+    if out is None and is_dense and weight.format is None and _can_group(x, weight.plain):
         ends = torch.tensor(list(itertools.accumulate(counts_E[first:end])), dtype=torch.int32)
-        product = F.grouped_mm(x, weight_E[first:end].mT, offs=ends)
+        product = F.grouped_mm(x, weight.plain[first:end].mT, offs=ends)
     else:
-        product = x.new_empty((len(x), weight_E.shape[1])) if out is None else out
+        product = x.new_empty((len(x), weight.num_rows)) if out is None else out
         for expert, its_x, its_product in zip(experts, x.split(sizes), product.split(sizes), strict=True):
-            _linear(its_x, weight_E[expert], its_product)
+            _linear(weight.rows(its_x, expert), weight.of(expert), its_product)
     if bias_E is not None:
         product = product.float() + bias_E[experts].float().repeat_interleave(torch.tensor(sizes), 0)
     return product if out is None or product is out else out.copy_(product)

@@ -27,13 +27,13 @@ from dsmoe_op.config import MoEConfig
 
 _lib = torch.library.Library("dsmoe", "DEF")
 
-_TENSORS = LAYER_FIELDS[:16]
-_COUNT = len(_TENSORS)
+_COUNT = 16
+_TENSORS, _SCALES = LAYER_FIELDS[:_COUNT], LAYER_FIELDS[_COUNT:]
 _REQUIRED = ("hidden_states", "w13", "w2")
 _LAYER_SCHEMA = ", ".join(
     [*(f"Tensor {n}" if n in _REQUIRED else f"Tensor? {n}" for n in _TENSORS)]
     + ["str config", "str schedule"]
-    + [f"Tensor? {n}=None" for n in LAYER_FIELDS[16:]]
+    + [f"Tensor? {n}=None" for n in _SCALES]
 )
 _ROUTE_SCHEMA = (
     "Tensor? hidden_states, Tensor? router_weight, Tensor? router_bias, Tensor? correction_bias, "
@@ -85,6 +85,7 @@ def dual_stream_moe(
     num_valid_tokens: Tensor | None = None,
     expert_map: Tensor | None = None,
     schedule: str = "auto",
+    **scales: Tensor | None,
 ) -> Tensor:
     """One MoE layer: router, K of E routed experts a token, beside them on a second stream the shared expert, the sum.
 
@@ -111,14 +112,18 @@ def dual_stream_moe(
             correction_bias, router_logits and of ids is then E_global.
         schedule: "auto" (the library's choice), "serial", "dual" (shared expert on the alt_stream, the side stream of
             `dsmoe_op.streams`), "dual_shared_main" (routed experts on the alt_stream), "fused" (shared expert as one
-            more routed slot; S a multiple of I). Without a shared expert each means "serial". The bits are the same in
-            all but "fused".
+            more routed slot; S a multiple of I, in one format). Without a shared expert each means "serial". The bits
+            are the same in all but "fused".
+        scales: of quantised weights, whose format config.routed_format or config.shared_format names: what belongs to
+            w13 as w13_scale, w13_zero_point, w13_global_scale, w13_input_scale, and to w2, shared_w13 and shared_w2
+            likewise. `dsmoe_op.formats` has the shapes; the weights are then as a format packs them.
 
     Returns:
         A fresh contiguous tensor like hidden_states.
 
     Raises:
         ValueError: bad arguments, before anything is launched. While torch.compile traces, its error has the same text.
+        TypeError: an argument of another name.
     """
     tensors = (
         hidden_states,
@@ -138,8 +143,8 @@ def dual_stream_moe(
         num_valid_tokens,
         expert_map,
     )
-    _check_tensors(tensors)
-    return _call(torch.ops.dsmoe.moe_v1.default, *tensors, _key(config), schedule)
+    given = _with_scales("dual_stream_moe", tensors, scales)
+    return _call(torch.ops.dsmoe.moe_v1.default, *given[:_COUNT], _key(config), schedule, *given[_COUNT:])
 
 
 def dual_stream_moe_unfinalized(
@@ -162,6 +167,7 @@ def dual_stream_moe_unfinalized(
     num_valid_tokens: Tensor | None = None,
     expert_map: Tensor | None = None,
     schedule: str = "auto",
+    **scales: Tensor | None,
 ) -> Unfinalized:
     """`dual_stream_moe` without its last sum, for callers that fuse or delay it: `finalize` gives the same bits.
 
@@ -185,8 +191,9 @@ def dual_stream_moe_unfinalized(
         num_valid_tokens,
         expert_map,
     )
-    _check_tensors(tensors)
-    pieces = _call(torch.ops.dsmoe.moe_unfinalized_v1.default, *tensors, _key(config), schedule)
+    given = _with_scales("dual_stream_moe_unfinalized", tensors, scales)
+    op = torch.ops.dsmoe.moe_unfinalized_v1.default
+    pieces = _call(op, *given[:_COUNT], _key(config), schedule, *given[_COUNT:])
     y, topk_ids, topk_weights, row_of, shared = pieces
     return Unfinalized(y, topk_ids, topk_weights, row_of, None if shared_w13 is None else shared)
 
@@ -211,11 +218,8 @@ def prepare(
         ValueError: what `dual_stream_moe` would refuse; hidden_states has no token.
         TypeError: a name that `dual_stream_moe` does not have.
     """
-    unknown = sorted(set(tensors) - set(_TENSORS[1:]))
-    if unknown:
-        raise TypeError(f"prepare: expected the tensors of dual_stream_moe, got also {', '.join(unknown)}")
-    given = (hidden_states, *(tensors.get(name) for name in _TENSORS[1:]))
-    _check_tensors(given)
+    scales = {name: tensors.pop(name) for name in list(tensors) if name not in _TENSORS[1:]}
+    given = _with_scales("prepare", (hidden_states, *(tensors.get(name) for name in _TENSORS[1:])), scales)
     call = checks.checked(given, _key(config), schedule)
     if not call.dims.T:
         raise ValueError(f"hidden_states: expected at least one token, got {list(hidden_states.shape)}")
@@ -275,11 +279,21 @@ def route(
     )
 
 
-def _check_tensors(tensors: tuple[object, ...]) -> None:
-    """What the dispatcher would refuse in words of its own."""
+def _with_scales(call: str, tensors: tuple[Any, ...], scales: dict[str, Any]) -> tuple[Any, ...]:
+    """The tensors of a call in the order of `Layer`: without those of quantised weights where there are none.
+
+    It refuses what the dispatcher would refuse in words of its own.
+    """
+    if scales:
+        unknown = sorted(set(scales) - set(_SCALES))
+        if unknown:
+            raise TypeError(f"{call}: expected the tensors of dual_stream_moe, got also {', '.join(unknown)}")
+        if any(scale is not None for scale in scales.values()):
+            tensors += tuple(scales.get(name) for name in _SCALES)
     for i, tensor in enumerate(tensors):
-        if not isinstance(tensor, Tensor) and (tensor is not None or _TENSORS[i] in _REQUIRED):
-            raise ValueError(f"{_TENSORS[i]}: expected a tensor, got {type(tensor).__name__}")
+        if not isinstance(tensor, Tensor) and (tensor is not None or LAYER_FIELDS[i] in _REQUIRED):
+            raise ValueError(f"{LAYER_FIELDS[i]}: expected a tensor, got {type(tensor).__name__}")
+    return tensors
 
 
 def _call(op: Any, *args: Any) -> Any:

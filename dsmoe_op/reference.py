@@ -6,12 +6,13 @@ shared widths, G groups, M members of a group.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from dsmoe_op import formats
 from dsmoe_op.config import MoEConfig
 
 
@@ -148,8 +149,21 @@ def moe(
     num_valid_tokens: Tensor | None = None,
     expert_map: Tensor | None = None,
     dtype: torch.dtype = torch.float64,
+    **scales: Tensor | None,
 ) -> Tensor:
-    """The whole layer in `dtype`: arguments as in `dual_stream_moe`, output like hidden_states, unrounded."""
+    """The whole layer in `dtype`: arguments as in `dual_stream_moe`, output like hidden_states, unrounded.
+
+    Args:
+        scales: w13_scale and all the others of quantised weights. Where their format quantises the rows too, x and h do
+            it from the dtype of hidden_states, to which h is rounded before.
+    """
+    tensors = {"w13": w13, "w2": w2, "shared_w13": shared_w13, "shared_w2": shared_w2, **scales}
+
+    def linear(x: Tensor, name: str, expert: int | None = None, bias: Tensor | None = None) -> Tensor:
+        weight = _weight(tensors, name, expert, config, x.shape[1], dtype)
+        x = _rows(x, tensors, name, expert, config, hidden_states.dtype)
+        return F.linear(x, weight, None if bias is None else bias.to(dtype))
+
     x_TH = hidden_states.reshape(-1, hidden_states.shape[-1]).to(dtype)
     T = x_TH.shape[0]
     num_experts = w13.shape[0] if expert_map is None else expert_map.shape[0]
@@ -188,21 +202,51 @@ def moe(
             continue
         if config.apply_router_weight_on_input:
             x, weight = weight * x, torch.ones_like(weight)
-        h = F.linear(x, w13[row].to(dtype), None if w13_bias is None else w13_bias[row].to(dtype))
+        h = linear(x, "w13", row, None if w13_bias is None else w13_bias[row])
         h = activation(h, config, clamp=config.clamp_routed, order=config.w13_order)
-        y = F.linear(h, w2[row].to(dtype), None if w2_bias is None else w2_bias[row].to(dtype))
+        y = linear(h, "w2", row, None if w2_bias is None else w2_bias[row])
         out_TH.index_add_(0, token, weight * y)
     out_TH = out_TH * config.scale_at_end
 
     if shared_w13 is not None and shared_w2 is not None:
-        shared_TH = F.linear(x_TH, shared_w13.to(dtype))
-        shared_TH = F.linear(activation(shared_TH, config, clamp=config.clamp_shared), shared_w2.to(dtype))
+        shared_TH = activation(linear(x_TH, "shared_w13"), config, clamp=config.clamp_shared)
+        shared_TH = linear(shared_TH, "shared_w2")
         if shared_gate is not None:
             shared_TH = torch.sigmoid(F.linear(x_TH, shared_gate.to(dtype))) * shared_TH
         out_TH = out_TH + shared_TH
     if config.combine == "average":
         out_TH = out_TH * 0.5
     return out_TH.masked_fill(~valid_T.unsqueeze(1), 0.0).view(hidden_states.shape)
+
+
+def _weight(
+    tensors: Mapping[str, Tensor | None], name: str, expert: int | None, config: MoEConfig, columns: int,
+    dtype: torch.dtype,
+) -> Tensor:  # fmt: skip
+    """[R, K] of an expert, or of the shared one, as numbers."""
+    format = config.format_of(name)
+    if format is None:
+        weight = tensors[name]
+        assert weight is not None
+        return (weight if expert is None else weight[expert]).to(dtype)
+    quantised = formats.quantised(tensors, name)
+    quantised = quantised if expert is None else quantised.expert(expert)
+    halves, interleaved = config.halves(name), config.interleaves(name)
+    return formats.dequantize(format, quantised, columns, halves=halves, interleaved=interleaved, dtype=dtype)
+
+
+def _rows(
+    x: Tensor, tensors: Mapping[str, Tensor | None], name: str, expert: int | None, config: MoEConfig,
+    model_dtype: torch.dtype,
+) -> Tensor:  # fmt: skip
+    """x as the weight of that name multiplies it."""
+    format = config.format_of(name)
+    if format is None or formats.FORMATS[format].activations is None:
+        return x
+    scale = formats.quantised(tensors, name).input_scale
+    if scale is not None and scale.numel() > 1:
+        scale = scale[expert]
+    return formats.quantized_rows(x.to(model_dtype), format, scale).to(x.dtype)
 
 
 def _softmax(t: Tensor) -> Tensor:
