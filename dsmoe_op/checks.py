@@ -363,7 +363,7 @@ def _check_quantised(
     """Checks all tensors of one quantised weight; returns the suffixes of those that may be there."""
     format = formats.FORMATS[format_name]
     *others, (letter, _) = dims.items()
-    *experts, rows, columns = [size or 0 for size in dims.values()]
+    *experts, rows, columns = [int(size or 0) for size in dims.values()]  # constants, since they are of weights
     _check_dtype(name, tensor, format.dtypes)
     n = formats.numbers(format, tensor.dtype)
     if columns % n:

@@ -220,7 +220,8 @@ def _shared(x_TH: Tensor, layer: Layer, config: MoEConfig) -> Tensor:
         return x_TH.new_empty((0, x_TH.shape[1]))
     T = len(x_TH)
     w13, w2 = (_Weight(layer, name, config, x_TH.dtype) for name in ("shared_w13", "shared_w2"))
-    h = _linear(w13.rows(x_TH), w13.of(), x_TH.new_empty((T, layer.shared_w13.shape[0])))
+    rows = w13.rows(x_TH)
+    h = _linear(rows, w13.of(), rows.new_empty((T, layer.shared_w13.shape[0])))
     h = _activation(h, config, config.clamp_shared, "gate_up", x_TH.dtype)
     shared_TH = _linear(w2.rows(h), w2.of(), x_TH.new_empty(x_TH.shape))
     if layer.shared_gate is not None:
@@ -234,32 +235,38 @@ def _shared(x_TH: Tensor, layer: Layer, config: MoEConfig) -> Tensor:
 
 
 class _Weight:
-    """One of the layer's four weights, which may be quantised: then it is taken apart an expert at a time."""
+    """One of the layer's four weights. A quantised one becomes numbers an expert at a time.
+
+    Where it quantises the rows too, products are in float32: a sum that is rounded to the model's dtype and then to fp8
+    is twice as far off.
+    """
 
     def __init__(self, layer: Layer, name: str, config: MoEConfig, dtype: torch.dtype) -> None:
         self.plain: Tensor = getattr(layer, name)
         self.num_rows = self.plain.shape[-2]
         self.dtype, self.format = dtype, config.format_of(name)
         if self.format is not None:
+            if formats.FORMATS[self.format].activations is not None:
+                self.dtype = torch.float32
             self._tensors = formats.quantised(layer._asdict(), name)
             self._options: dict[str, Any] = {"halves": config.halves(name), "interleaved": config.interleaves(name)}
             packed = formats.numbers(formats.FORMATS[self.format], self.plain.dtype)
             self._columns = self.plain.shape[-1] * packed
 
     def of(self, expert: int | None = None) -> Tensor:
-        """[R, K] in the model's dtype, of an expert or of the shared one."""
+        """[R, K] of an expert or of the shared one, in the dtype of the products."""
         if self.format is None:
             return self.plain if expert is None else self.plain[expert]
         its = self._tensors if expert is None else self._tensors.expert(expert)
         return formats.dequantize(self.format, its, self._columns, dtype=torch.float32, **self._options).to(self.dtype)
 
-    def rows(self, x: Tensor, expert: int | None = None) -> Tensor:
-        """x as the weight multiplies it, in the model's dtype."""
+    def rows(self, x: Tensor, experts: list[int] | None = None, sizes: list[int] | None = None) -> Tensor:
+        """x as the weight multiplies it, in that dtype; of the routed one so many rows for each of these experts."""
         if self.format is None:
             return x
         scale = self._tensors.input_scale
         if scale is not None and scale.numel() > 1:
-            scale = scale[expert]
+            scale = scale[experts].repeat_interleave(torch.tensor(sizes)).unsqueeze(1)
         return formats.quantized_rows(x, self.format, scale).to(self.dtype)
 
 
@@ -278,13 +285,14 @@ def _linear_each(
     first, end = experts[0], experts[-1] + 1
     sizes = [counts_E[e] for e in experts]
     is_dense = end - first <= (GROUP_IDLE + 1) * len(experts)
+    x = weight.rows(x, experts, sizes)
     if out is None and is_dense and weight.format is None and _can_group(x, weight.plain):
         ends = torch.tensor(list(itertools.accumulate(counts_E[first:end])), dtype=torch.int32)
         product = F.grouped_mm(x, weight.plain[first:end].mT, offs=ends)
     else:
         product = x.new_empty((len(x), weight.num_rows)) if out is None else out
         for expert, its_x, its_product in zip(experts, x.split(sizes), product.split(sizes), strict=True):
-            _linear(weight.rows(its_x, expert), weight.of(expert), its_product)
+            _linear(its_x, weight.of(expert), its_product)
     if bias_E is not None:
         product = product.float() + bias_E[experts].float().repeat_interleave(torch.tensor(sizes), 0)
     return product if out is None or product is out else out.copy_(product)
@@ -299,7 +307,7 @@ def _can_group(x: Tensor, weight_E: Tensor) -> bool:
 
 
 def _linear(x: Tensor, weight: Tensor, out: Tensor) -> Tensor:
-    """out = x weight^T in the dtype of all three."""
+    """out = x weight^T; float32 factors may have an out of another dtype."""
     is_half = x.dtype != torch.float32
     is_native = _onednn_has(x.dtype) or (len(x) < CAST_ROWS and weight.stride(-1) == 1)
     if is_half and is_native and not _mixes_rows(x):
