@@ -160,9 +160,6 @@ def check_layer(layer: Layer, config: MoEConfig, schedule: str = "auto") -> Dims
         for name, letter, size in (("hidden_states", "H", H), ("w13", "I", I), ("shared_w13", "S", S)):
             if size % CUDA_MULTIPLE:
                 raise ValueError(f"{name}: expected {letter} to be a multiple of {CUDA_MULTIPLE} on CUDA, got {size}")
-        for name in ("routed_format", "shared_format"):
-            if getattr(config, name) is not None:
-                raise ValueError(f"{name}: expected None on CUDA, got {getattr(config, name)!r}")
     if schedule == "fused" and S and config.routed_format != config.shared_format:
         raise ValueError(
             f"schedule: 'fused' expects shared_format to be routed_format={config.routed_format!r}, "

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from dsmoe_op import kernels, streams, tuning
+from dsmoe_op import formats, kernels, streams, tuning
 from dsmoe_op import schedule as schedules
 from dsmoe_op.checks import LAYER_FIELDS, Checked, Dims, Layer, Routing
 from dsmoe_op.config import MoEConfig
@@ -197,7 +197,8 @@ class _Plan:
     ) -> None:
         dims, config, x = call.dims, call.config, layer.hidden_states
         present = frozenset(n for n in schedules.OPTIONAL if getattr(layer, n) is not None)
-        kind = tuning.gemm_kind(x.dtype, allow_tf32)
+        shared_format = config.shared_format if dims.S else config.routed_format
+        kind = tuning.layer_kind(x.dtype, allow_tf32, config.routed_format, shared_format)
         shape = tuning.LayerShape(kind, dims.H, dims.I, dims.E, dims.K, dims.S)
         tables = tuning.tables_of(table, torch.cuda.get_device_name(x.device) if x.is_cuda else None)
         tiles, auto = tuning.layer_choice(shape, dims.T, tables)
@@ -323,8 +324,21 @@ def _normalised(layer: Layer, dims: Dims, names: tuple[str, ...]) -> Layer:
         t = getattr(layer, name)
         if t is not None:
             t = t.detach()  # one tensor may come under two names, and the next call may give two
+            t = kernels.as_bytes(t) if name in _MAYBE_QUANTISED else t
             new[name] = _rows(t, widths[name]) if name in widths else t.contiguous() if name in _CONTIGUOUS else t
     return layer._replace(**new)
+
+
+def _coded(layer: Layer, name: str, dims: Dims, config: MoEConfig) -> kernels.Coded:
+    """What belongs to the weight of that name."""
+    format = config.format_of(name)
+    if format is None or getattr(layer, name) is None:
+        return kernels.PLAIN
+    width = dims.S if name.startswith("shared_") else dims.I
+    halves = config.halves(name)
+    rows, columns = (halves * width, dims.H) if name.endswith("w13") else (dims.H, width)
+    parts = formats.quantised(layer._asdict(), name)
+    return kernels.coded(format, parts, rows, columns, halves, config.interleaves(name))
 
 
 def _is_copy(a: Tensor | None, b: Tensor | None) -> bool:
@@ -357,6 +371,7 @@ class _Call:
         self.correction_bias, self.router_bias = layer.correction_bias, layer.router_bias
         self.w13_bias, self.w2_bias = layer.w13_bias, layer.w2_bias
         self.expert_map, self.shared_gate = layer.expert_map, layer.shared_gate
+        self.coded = {name: _coded(layer, name, dims, config) for name in _WEIGHTS}
         self.tiles = tiles
         if layer.topk_ids is None:
             self.logits = buffers["logits"] if layer.router_logits is None else layer.router_logits
@@ -469,6 +484,8 @@ class _Call:
             shared_w13=self.layer.shared_w13 if shared else None,
             h_shared_TS=self.shared_h if shared else None,
             num_valid_tokens=self.num_valid_tokens,
+            coded=self.coded["w13"] if routed else kernels.PLAIN,
+            shared_coded=self.coded["shared_w13"] if shared else kernels.PLAIN,
             allow_tf32=self.allow_tf32,
             warmup=self.warmup,
         )
@@ -490,6 +507,8 @@ class _Call:
             gate_T=self.gate_T if shared else None,
             shared_TH=self.shared if shared else None,
             num_valid_tokens=self.num_valid_tokens,
+            coded=self.coded["w2"] if routed else kernels.PLAIN,
+            shared_coded=self.coded["shared_w2"] if shared else kernels.PLAIN,
             allow_tf32=self.allow_tf32,
             warmup=self.warmup,
         )
@@ -562,6 +581,9 @@ class _Call:
 
 _ROWS = ("hidden_states", "router_logits", "topk_ids", "topk_weights")
 """Arguments with a row for each token."""
+
+_WEIGHTS = ("w13", "w2", "shared_w13", "shared_w2")
+_MAYBE_QUANTISED = frozenset(weight + suffix for weight in _WEIGHTS for suffix in formats.SUFFIXES)
 
 _CONTIGUOUS = ("router_bias", "correction_bias", "w13_bias", "w2_bias", "shared_gate", "expert_map")
 """Arguments that kernels take contiguous."""

@@ -16,6 +16,7 @@ import torch
 
 from dsmoe_op import streams
 from dsmoe_op.checks import LAYER_FIELDS
+from dsmoe_op.formats import SUFFIXES
 
 StreamName = Literal["main", "alt"]
 
@@ -99,10 +100,10 @@ def plan(
             routed.append(launch("zero", "", "counters", branch))
         routed.append(launch("order", chosen, f"{slots} {rows}", branch, "" if one_chunk else "counters"))
     gate = [launch("gate", "hidden_states shared_gate", "gate", shared_branch)] if has_gate else []
-    gemm1 = "hidden_states w13 w13_bias blocks sorted_slot slot_weights"
-    gemm2 = "w2 w2_bias blocks"
-    shared1 = "hidden_states shared_w13 num_valid_tokens"
-    shared2 = f"shared_w2 num_valid_tokens{' gate' if has_gate else ''}"
+    gemm1 = f"hidden_states {_parts('w13')} w13_bias blocks sorted_slot slot_weights"
+    gemm2 = f"{_parts('w2')} w2_bias blocks"
+    shared1 = f"hidden_states {_parts('shared_w13')} num_valid_tokens"
+    shared2 = f"{_parts('shared_w2')} num_valid_tokens{' gate' if has_gate else ''}"
     sums = f"slot_ids slot_weights row_of{' hidden_states' if zero_experts else ''}"
     shared = gate
     if has_shared and not fused:
@@ -138,6 +139,11 @@ def plan(
     return _overlapping(FORK, *first, *second, JOIN, *end)
 
 
+def _parts(weight: str) -> str:
+    """The tensors of a weight, which has more than one where it is quantised."""
+    return " ".join(weight + suffix for suffix in SUFFIXES)
+
+
 def _overlapping(*steps: Step) -> tuple[Step, ...]:
     """The steps, with each launch early that comes straight after another on its stream."""
     new = list(steps)
@@ -161,7 +167,7 @@ TILED = frozenset(
 )
 """Launches whose tiles are chosen by the layer's sizes."""
 
-OPTIONAL = frozenset(LAYER_FIELDS[3:16])
+OPTIONAL = frozenset(LAYER_FIELDS[3:])
 """Tensors of a call that may be absent."""
 
 

@@ -74,7 +74,9 @@ class Run:
         self.layer = Layer(**{name: given.get(name) for name in LAYER_FIELDS})
         config = args["config"]
         dims = checks.check_layer(self.layer, config, schedule)
-        tiles = tuning.layer_tiles(tuning.gemm_kind(x.dtype, False), *dims[:4], dims.S)
+        shared_format = config.shared_format if dims.S else config.routed_format
+        kind = tuning.layer_kind(x.dtype, False, config.routed_format, shared_format)
+        tiles = tuning.layer_tiles(kind, dims.T, dims.H, dims.E, dims.K, dims.S)
         tiles = tiles._replace(one_launch=one_launch)
         specs = itertools.chain(*cuda._buffers(self.layer, dims, config, tiles, finalized))
         buffers = {name: torch.empty(shape, dtype=dtype) for name, shape, dtype in specs}

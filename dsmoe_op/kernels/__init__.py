@@ -9,6 +9,7 @@ what a launcher hands to `launch` follows from shapes, strides, dtypes, alignmen
 those that it was given, or tensor descriptors of them, and no views made inside.
 """
 
+from dsmoe_op.kernels.coded import PLAIN, Coded, as_bytes, coded
 from dsmoe_op.kernels.experts import experts, num_arrivals
 from dsmoe_op.kernels.finalize import finalize
 from dsmoe_op.kernels.gate import shared_gate
@@ -28,12 +29,16 @@ from dsmoe_op.kernels.route import choose, order_rows, zero_counters
 from dsmoe_op.kernels.router import router_logits, router_splits
 
 __all__ = [
+    "PLAIN",
     "Bound",
+    "Coded",
     "Direct",
     "Recording",
     "Rows",
     "Table",
+    "as_bytes",
     "choose",
+    "coded",
     "compile_together",
     "compiling_only",
     "experts",

@@ -17,8 +17,10 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from dsmoe_op.config import MoEConfig
+from dsmoe_op.kernels.coded import PLAIN, Coded, coded_products
 from dsmoe_op.kernels.gemm2_persistent import gemm2_persistent, takes
 from dsmoe_op.kernels.launch import INTERPRET, launch, row_stride
+from dsmoe_op.kernels.operands import load_a, weight_rows
 from dsmoe_op.kernels.overlap import begin
 from dsmoe_op.tuning import Tile
 
@@ -37,6 +39,8 @@ def gemm1(
     shared_w13: Tensor | None = None,
     h_shared_TS: Tensor | None = None,
     num_valid_tokens: Tensor | None = None,
+    coded: Coded = PLAIN,
+    shared_coded: Coded = PLAIN,
     allow_tf32: bool = False,
     warmup: bool = False,
 ) -> None:
@@ -53,6 +57,8 @@ def gemm1(
         shared_w13: [2S, H] ([S, H]), unit stride in one dim.
         h_shared_TS: written; [T, S] contiguous; zeros from num_valid_tokens on.
         num_valid_tokens: int32 [1], for the shared rows; the routed ones have none beyond it.
+        coded, shared_coded: what belongs to w13 and to shared_w13 where they are quantised, contiguous as `as_bytes`
+            leaves them.
         allow_tf32: float32 products may be tf32.
     """
     if x_TH.shape[0] == 0:
@@ -61,10 +67,10 @@ def gemm1(
     if w13 is not None:
         assert h_NI is not None
         weight_on_input = topk_weights_TK if config.apply_router_weight_on_input else None
-        routed = _Part(x_TH, w13, h_NI, w13_bias, blocks, sorted_slot_N, weight_on_input)
+        routed = _Part(x_TH, w13, h_NI, w13_bias, blocks, sorted_slot_N, weight_on_input, coded=coded)
     if shared_w13 is not None:
         assert h_shared_TS is not None
-        shared = _Part(x_TH, shared_w13, h_shared_TS)
+        shared = _Part(x_TH, shared_w13, h_shared_TS, coded=shared_coded)
     activation = {
         "ACTIVATION": config.activation,
         "ORDER": config.w13_order,
@@ -92,6 +98,8 @@ def gemm2(
     gate_T: Tensor | None = None,
     shared_TH: Tensor | None = None,
     num_valid_tokens: Tensor | None = None,
+    coded: Coded = PLAIN,
+    shared_coded: Coded = PLAIN,
     allow_tf32: bool = False,
     warmup: bool = False,
 ) -> None:
@@ -109,7 +117,7 @@ def gemm2(
         h_shared_TS: [T, S] contiguous, from `gemm1`.
         gate_T: float32 [T], multiplies the shared row before it is rounded.
         shared_TH: written; [T, H] contiguous; zeros from num_valid_tokens on.
-        num_valid_tokens, allow_tf32: as in `gemm1`.
+        num_valid_tokens, coded, shared_coded, allow_tf32: as in `gemm1`.
     """
     routed = shared = None
     if w2 is not None:
@@ -123,7 +131,7 @@ def gemm2(
             if zero_tail:
                 _zero_rows_after(offsets, y_NH, warmup=warmup)
             return
-        routed = _Part(h_NI, w2, y_NH, w2_bias, blocks)
+        routed = _Part(h_NI, w2, y_NH, w2_bias, blocks, coded=coded)
     if shared_w2 is not None:
         assert h_shared_TS is not None
         assert shared_TH is not None
@@ -131,7 +139,7 @@ def gemm2(
         if tile.persistent and not INTERPRET and plain and takes(shared_w2):
             gemm2_persistent(h_shared_TS, shared_w2, shared_TH, warmup=warmup)
             return
-        shared = _Part(h_shared_TS, shared_w2, shared_TH, gate=gate_T)
+        shared = _Part(h_shared_TS, shared_w2, shared_TH, gate=gate_T, coded=shared_coded)
     if any(part is not None and part.out.shape[0] for part in (routed, shared)):
         _grouped(tile, config.top_k, routed, shared, num_valid_tokens, zero_tail, {}, allow_tf32, warmup)
 
@@ -177,6 +185,7 @@ class _Part(NamedTuple):
     sorted_slot: Tensor | None = None
     weight_on_input: Tensor | None = None
     gate: Tensor | None = None
+    coded: Coded = PLAIN
 
 
 _ABSENT = _Part(None, None, None)  # type: ignore[arg-type]
@@ -206,8 +215,8 @@ def _grouped(
     steps = max(triton.cdiv(part.a.shape[1], tile.block_k) for part in (routed, shared) if part is not None)
     order = activation.get("ORDER")
     gated = bool(activation) and activation["ACTIVATION"] != "relu2"
-    r_desc = _descriptor(r.w, tile, gated, order) if routed else None
-    s_desc = _descriptor(s.w, tile, gated, "gate_up") if shared else None
+    r_desc = _descriptor(r.w, tile, gated, order) if routed and r.coded is PLAIN else None
+    s_desc = _descriptor(s.w, tile, gated, "gate_up") if shared and s.coded is PLAIN else None
     args = (
         r.a,
         row_stride(r.a) if routed else 0,
@@ -228,6 +237,8 @@ def _grouped(
         num_valid_tokens if shared else None,
         s.out.shape[0] if shared else 0,
         routed_programs,
+        *r.coded[:4],
+        *s.coded[:4],
     )
     meta = {
         "K": K,
@@ -249,6 +260,8 @@ def _grouped(
         "num_warps": tile.num_warps,
         # No more than there are steps: memory that no load uses keeps other programs off the multiprocessor.
         "num_stages": max(2, min(tile.num_stages, steps)),
+        "FORM": r.coded.form,
+        "SHARED_FORM": s.coded.form,
         **activation,
     }
     launch(_grouped_gemm, (routed_programs + shared_programs,), args, meta, warmup=warmup)
@@ -325,24 +338,6 @@ def _halves(sum, INTERLEAVED: tl.constexpr, SWAP: tl.constexpr):
 
 
 @triton.jit
-def _load_a(a_ptrs, in_M, weight_M, d_K, rest, MASKED: tl.constexpr, RAGGED: tl.constexpr, WEIGHT: tl.constexpr,
-            INTERPRET: tl.constexpr):  # fmt: skip
-    """[rows, BLOCK_K] of a; RAGGED where a step may have fewer columns than BLOCK_K, of which `rest` are left."""
-    if MASKED or RAGGED:
-        in_a = in_M[:, None]
-        if RAGGED:
-            in_a = in_a & (d_K < rest)[None, :]
-        a = tl.load(a_ptrs, mask=in_a, other=0.0)
-    else:
-        a = tl.load(a_ptrs)
-    if WEIGHT:
-        a = (a.to(tl.float32) * weight_M[:, None]).to(a.dtype)
-    if INTERPRET:  # its bf16 products are wrong
-        a = a.to(tl.float32)
-    return a
-
-
-@triton.jit
 def _products(
     a_rows_M,
     in_M,
@@ -381,15 +376,7 @@ def _products(
     d_K = tl.arange(0, BLOCK_K)
     a_ptrs = a_rows_M[:, None] + d_K[None, :]
     if w_desc is None:
-        # Rows of w: a pair lies COLUMNS apart, or side by side.
-        r_N = tl.arange(0, ROWS)
-        if INTERLEAVED:
-            row_N = 2 * column + r_N
-            in_N = row_N < 2 * COLUMNS
-        else:
-            row_N = column + r_N % BLOCK_N
-            in_N = row_N < COLUMNS
-            row_N += r_N // BLOCK_N * COLUMNS
+        row_N, in_N = weight_rows(column, COLUMNS, BLOCK_N, ROWS, INTERLEAVED)
         w_ptrs = w_ptr + row_N.to(tl.int64)[:, None] * STRIDE_ROW + d_K.to(tl.int64)[None, :] * STRIDE_INNER
     if SWAP:
         sum = tl.zeros([ROWS, BLOCK_M], tl.float32)
@@ -401,7 +388,7 @@ def _products(
         tail_ptrs = a_rows_T[:, None] + d_K[None, :]
     for start in tl.range(0, INNER, BLOCK_K, num_stages=STAGES):
         # Few rows: not to fetch the others is worth a mask.
-        a = _load_a(a_ptrs, in_M, weight_on_input_M, d_K, INNER - start, SWAP, RAGGED, WEIGHT_ON_INPUT, INTERPRET)
+        a = load_a(a_ptrs, in_M, weight_on_input_M, d_K, INNER - start, SWAP, RAGGED, WEIGHT_ON_INPUT, INTERPRET)
         a_ptrs += BLOCK_K
         if w_desc is not None:
             if GATED and not INTERLEAVED:
@@ -422,9 +409,7 @@ def _products(
         else:
             sum = tl.dot(a, w.T, sum, input_precision=PRECISION)
         if TAIL > 0:
-            t = _load_a(
-                tail_ptrs, in_T, weight_on_input_T, d_K, INNER - start, True, RAGGED, WEIGHT_ON_INPUT, INTERPRET
-            )
+            t = load_a(tail_ptrs, in_T, weight_on_input_T, d_K, INNER - start, True, RAGGED, WEIGHT_ON_INPUT, INTERPRET)
             tail_ptrs += BLOCK_K
             tail = tl.dot(t, w.T, tail, input_precision=PRECISION)
     return sum, tail
@@ -537,18 +522,21 @@ def rows_product(
     PRECISION: tl.constexpr,
     INTERPRET: tl.constexpr,
     STAGES: tl.constexpr = None,
+    scale_ptrs=None,
+    FORM: tl.constexpr = None,
 ):
     """Rows row..end-1 (at most BLOCK_M + TAIL) of one expert's product; with ZEROS, zeros from there to out_end.
 
     A block that is half empty or emptier goes to a tile of half the height, down to LEAST_M. SWAP puts the rows of w on
-    the matrix unit's longer side. STAGES of the loop, where they are not the launch's.
+    the matrix unit's longer side. STAGES of the loop, where they are not the launch's. Of a quantised w, whose FORM and
+    scales are as `coded_products` has them, w_desc is None and TAIL 0.
     """
     if BLOCK_M > LEAST_M and out_end - row <= BLOCK_M // 2:
         rows_product(
             a_ptr, a_stride, sorted_slot_ptr, weight_on_input_ptr, w_ptr, w_desc, expert, bias_ptr, gate_ptr, out_ptr,
             row, end, out_end, column, K, COLUMNS, INNER, STRIDE_ROW, STRIDE_INNER, ACTIVATION, ORDER, CLAMP,
             CLAMP_AFTER, BLOCK_M // 2, LEAST_M, 0, BLOCK_N, BLOCK_K, SWAP or BLOCK_M // 2 < 64, ZEROS, PRECISION,
-            INTERPRET, STAGES,
+            INTERPRET, STAGES, scale_ptrs, FORM,
         )  # fmt: skip
     elif TAIL > 0 and out_end - row <= BLOCK_M:
         rows_product(
@@ -567,11 +555,18 @@ def rows_product(
             a_rows_T, in_T, weight_T = _rows_of(
                 rows_T, end, row, a_ptr, a_stride, sorted_slot_ptr, weight_on_input_ptr, K
             )
-        sum, tail = _products(
-            a_rows_M, in_M, weight_M, a_rows_T, in_T, weight_T, w_ptr, w_desc, expert, column, COLUMNS, INNER,
-            STRIDE_ROW, STRIDE_INNER, GATED, GATED and ORDER == "interleaved", weight_on_input_ptr is not None, BLOCK_M,
-            TAIL, BLOCK_N, BLOCK_K, SWAP, PRECISION, INTERPRET, STAGES,
-        )  # fmt: skip
+        if FORM is None:
+            sum, tail = _products(
+                a_rows_M, in_M, weight_M, a_rows_T, in_T, weight_T, w_ptr, w_desc, expert, column, COLUMNS, INNER,
+                STRIDE_ROW, STRIDE_INNER, GATED, GATED and ORDER == "interleaved", weight_on_input_ptr is not None,
+                BLOCK_M, TAIL, BLOCK_N, BLOCK_K, SWAP, PRECISION, INTERPRET, STAGES,
+            )  # fmt: skip
+        else:
+            sum = coded_products(
+                a_rows_M, in_M, weight_M, w_ptr, scale_ptrs[0], scale_ptrs[1], scale_ptrs[2], scale_ptrs[3], expert,
+                column, COLUMNS, INNER, STRIDE_ROW, GATED, weight_on_input_ptr is not None, BLOCK_M, BLOCK_N, BLOCK_K,
+                SWAP, PRECISION, FORM, INTERPRET,
+            )  # fmt: skip
         out_MN = _ended(sum, bias_ptr, column, COLUMNS, ACTIVATION, ORDER, CLAMP, CLAMP_AFTER, BLOCK_N, SWAP)
         _store(out_MN, out_ptr, gate_ptr, rows_M, in_M, out_end, column, COLUMNS, ZEROS)
         if TAIL > 0:
@@ -611,7 +606,17 @@ def store_zeros(out_ptr, row, end, column, COLUMNS: tl.constexpr, BLOCK_M: tl.co
 
 @triton.jit(
     do_not_specialize=["T", "routed_programs", "num_blocks"],
-    do_not_specialize_on_alignment=["bias_ptr", "weight_on_input_ptr", "num_valid_ptr"],
+    do_not_specialize_on_alignment=[
+        "bias_ptr",
+        "weight_on_input_ptr",
+        "num_valid_ptr",
+        "zero_ptr",
+        "global_ptr",
+        "input_ptr",
+        "shared_zero_ptr",
+        "shared_global_ptr",
+        "shared_input_ptr",
+    ],
 )
 def _grouped_gemm(
     a_ptr,
@@ -633,6 +638,14 @@ def _grouped_gemm(
     num_valid_ptr,
     T,
     routed_programs,
+    scale_ptr,
+    zero_ptr,
+    global_ptr,
+    input_ptr,
+    shared_scale_ptr,
+    shared_zero_ptr,
+    shared_global_ptr,
+    shared_input_ptr,
     K: tl.constexpr,
     COLUMNS: tl.constexpr,
     INNER: tl.constexpr,
@@ -654,6 +667,8 @@ def _grouped_gemm(
     CLAMP: tl.constexpr = None,
     SHARED_CLAMP: tl.constexpr = None,
     CLAMP_AFTER: tl.constexpr = False,
+    FORM: tl.constexpr = None,
+    SHARED_FORM: tl.constexpr = None,
     EARLY: tl.constexpr = False,
     FOLLOWED: tl.constexpr = False,
 ):
@@ -672,7 +687,8 @@ def _grouped_gemm(
                 rows_product(
                     a_ptr, a_stride, sorted_slot_ptr, weight_on_input_ptr, w_ptr, w_desc, expert, bias_ptr, None,
                     out_ptr, row, end, end, column, K, COLUMNS, INNER, STRIDES[1], STRIDES[2], ACTIVATION, ORDER, CLAMP,
-                    CLAMP_AFTER, BLOCK_M, LEAST_M, TAIL, BLOCK_N, BLOCK_K, SWAP, False, PRECISION, INTERPRET,
+                    CLAMP_AFTER, BLOCK_M, LEAST_M, TAIL, BLOCK_N, BLOCK_K, SWAP, False, PRECISION, INTERPRET, None,
+                    (scale_ptr, zero_ptr, global_ptr, input_ptr), FORM,
                 )  # fmt: skip
             elif ZERO_TAIL:
                 store_zeros(out_ptr, row, end, column, COLUMNS, BLOCK_M, BLOCK_N)
@@ -685,5 +701,6 @@ def _grouped_gemm(
                 shared_a_ptr, shared_a_stride, None, None, shared_w_ptr, shared_w_desc, 0, None, gate_ptr,
                 shared_out_ptr, row, end, out_end, column, K, SHARED_COLUMNS, SHARED_INNER, SHARED_STRIDES[0],
                 SHARED_STRIDES[1], ACTIVATION, "gate_up", SHARED_CLAMP, CLAMP_AFTER, BLOCK_M, LEAST_M, 0, BLOCK_N,
-                BLOCK_K, SWAP, num_valid_ptr is not None, PRECISION, INTERPRET,
+                BLOCK_K, SWAP, num_valid_ptr is not None, PRECISION, INTERPRET, None,
+                (shared_scale_ptr, shared_zero_ptr, shared_global_ptr, shared_input_ptr), SHARED_FORM,
             )  # fmt: skip

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from dsmoe_op.formats import FORMATS
 from dsmoe_op.tuning.tables import BUCKETS, Table, bucket, load_table, save_table, shipped
 from dsmoe_op.tuning.tile import ONE_LAUNCH_TOKENS, Choice, LayerShape, LayerTiles, Tile, one_launch
 
@@ -53,6 +54,9 @@ class Routed(NamedTuple):
     gemm2: Tile
 
 
+_MANY_ROWS = (Tile(64, 64, 128, 4, 3, swap=True, least_m=16), Tile(64, 128, 128, 4, 3, swap=True, least_m=16))
+"""Of quantised weights."""
+
 _ROUTED: dict[str, tuple[Routed, ...]] = {
     # Up to 8 rows the bytes of the weights decide: many programs with deep loads. From 28 on the matrix unit does.
     "16bit": (
@@ -81,6 +85,17 @@ _ROUTED: dict[str, tuple[Routed, ...]] = {
         Routed(24, ALL, Tile(16, 32, 32, 4, 3), Tile(16, 64, 32, 4, 3)),
         Routed(ALL, ALL, Tile(64, 32, 32, 8, 3), Tile(64, 64, 32, 8, 3)),
     ),
+    # Quantised weights: their numbers are made in registers, from where the matrix unit takes its longer side. A step
+    # of fp8 is the 128 columns that share a scale.
+    "fp8": (
+        Routed(16, ALL, Tile(16, 32, 128, 4, 4, swap=True), Tile(16, 64, 128, 4, 4, swap=True)),
+        Routed(ALL, ALL, *_MANY_ROWS),
+    ),
+    "4bit": (
+        Routed(16, ALL, Tile(16, 32, 128, 4, 4, swap=True), Tile(16, 64, 128, 4, 4, swap=True)),
+        Routed(ALL, ALL, *_MANY_ROWS),
+    ),
+    "fp32_4bit": (Routed(ALL, ALL, Tile(16, 32, 64, 4, 3), Tile(16, 64, 64, 4, 3)),),
 }
 
 # The shared expert's, by T: (most T, tiles by falling size). The first one with a program for nearly each SM is taken,
@@ -100,6 +115,12 @@ _SHARED: dict[tuple[str, str], tuple[tuple[float, tuple[Tile, ...]], ...]] = {
     ("gemm2", "tf32"): ((24, (Tile(16, 64, 64, 4, 4),)), (ALL, (Tile(64, 128, 32, 4, 4),))),
     ("gemm1", "fp32"): ((24, (Tile(16, 32, 32, 4, 3),)), (ALL, (Tile(64, 32, 32, 8, 3),))),
     ("gemm2", "fp32"): ((24, (Tile(16, 64, 32, 4, 3),)), (ALL, (Tile(64, 64, 32, 8, 3),))),
+    ("gemm1", "fp8"): ((16, (Tile(16, 16, 128, 4, 4, swap=True),)), (ALL, (_MANY_ROWS[0],))),
+    ("gemm2", "fp8"): ((16, (Tile(16, 32, 128, 4, 4, swap=True),)), (ALL, (_MANY_ROWS[1],))),
+    ("gemm1", "4bit"): ((16, (Tile(16, 16, 128, 4, 4, swap=True),)), (ALL, (_MANY_ROWS[0],))),
+    ("gemm2", "4bit"): ((16, (Tile(16, 32, 128, 4, 4, swap=True),)), (ALL, (_MANY_ROWS[1],))),
+    ("gemm1", "fp32_4bit"): ((ALL, (Tile(16, 32, 64, 4, 3),)),),
+    ("gemm2", "fp32_4bit"): ((ALL, (Tile(16, 64, 64, 4, 3),)),),
 }
 _ENOUGH_PROGRAMS = 100
 OVERLAPPING_SLOTS = 16
@@ -129,11 +150,21 @@ _ORDER: tuple[tuple[float, OrderBlock], ...] = ((32, OrderBlock(32, 1, whole=Tru
 _ORDER_ONE_CHUNK, _ORDER_LEAST = 256, 128
 
 
-def gemm_kind(dtype: torch.dtype, allow_tf32: bool) -> str:
-    """The part of the GEMM tables that a dtype uses."""
+def gemm_kind(dtype: torch.dtype, allow_tf32: bool, format: str | None = None) -> str:
+    """The part of the GEMM tables that rows of a dtype and weights of a format use."""
+    if format is not None and FORMATS[format].bits == 8:
+        return "fp8"
+    if format is not None:
+        return "4bit" if dtype != torch.float32 else "fp32_4bit"
     if dtype != torch.float32:
         return "16bit"
     return "tf32" if allow_tf32 else "fp32"
+
+
+def layer_kind(dtype: torch.dtype, allow_tf32: bool, routed: str | None = None, shared: str | None = None) -> str:
+    """The same for a layer: one where both branches have it, else that of the routed experts, "+", the shared one's."""
+    kinds = [gemm_kind(dtype, allow_tf32, format) for format in (routed, shared)]
+    return "+".join(dict.fromkeys(kinds))
 
 
 _own: Table | None = None
@@ -207,10 +238,11 @@ def heuristic_schedule(S: int) -> str:
 def layer_tiles(kind: str, T: int, H: int, E: int, K: int, S: int) -> LayerTiles:
     """The heuristic's tiles of a call; `kind` as `gemm_kind` says, sizes as in `checks.Dims`."""
     rows, slots = T * K / E, T * K
-    routed = next(r for r in _ROUTED[kind] if rows <= r.most_rows and slots <= r.most_slots)
+    routed_kind, _, shared_kind = kind.partition("+")
+    routed = next(r for r in _ROUTED[routed_kind] if rows <= r.most_rows and slots <= r.most_slots)
     shared = []
     for kernel, columns in (("gemm1", S), ("gemm2", H)):
-        tiles = next(tiles for most, tiles in _SHARED[kernel, kind] if most >= T)
+        tiles = next(tiles for most, tiles in _SHARED[kernel, shared_kind or kind] if most >= T)
         enough = (t for t in tiles if -(-T // t.block_m) * -(-columns // t.block_n) >= _ENOUGH_PROGRAMS)
         shared.append(next(enough, tiles[-1]))
     overlaps = kind == "16bit" and slots <= OVERLAPPING_SLOTS and rows <= _ROUTED[kind][0].most_rows
@@ -223,10 +255,11 @@ def layer_variants(kind: str) -> tuple[LayerTiles, ...]:
 
     So too those that can be of one launch, and those that can overlap.
     """
-    routed = _ROUTED[kind]
+    routed_kind, _, shared_kind = kind.partition("+")
+    routed = _ROUTED[routed_kind]
 
     def variants(routed: Sequence[Routed], most: float, *, overlaps: bool, one: bool) -> list[LayerTiles]:
-        tables = [_SHARED[kernel, kind] for kernel in ("gemm1", "gemm2")]
+        tables = [_SHARED[kernel, shared_kind or kind] for kernel in ("gemm1", "gemm2")]
         shared = ([tile for limit, tiles in table if limit <= most for tile in tiles] for table in tables)
         return _side_by_side(routed, *shared, overlaps=overlaps, one=one)
 

@@ -1,0 +1,267 @@
+"""Products with quantised weights: a step's bytes become numbers in registers, right before the matrix unit.
+
+Four bits (int4, mxfp4, nvfp4): a byte holds two neighbours of a row. Numbers of even and of odd columns are multiplied
+apart, each with its columns of a, so that they need no place in between; a scale of some columns is in the numbers, one
+of the whole row comes after the sum.
+
+Eight bits (fp8_*): the matrix unit multiplies fp8 by fp8. A step's part of a becomes fp8 here too, so an input needs no
+launch and no memory of its own; a step's product is added in float32, with its scales where they are the step's own.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from dsmoe_op import formats
+from dsmoe_op.formats import FORMATS, LARGEST_E4M3, LEAST_AMAX
+from dsmoe_op.kernels.operands import load_a, weight_rows
+
+
+class Coded(NamedTuple):
+    """What a launch is told of a quantised weight, beside q: its tensors, as `as_bytes` leaves them, and their form."""
+
+    scale: Tensor | None = None
+    zero_point: Tensor | None = None
+    global_scale: Tensor | None = None
+    input_scale: Tensor | None = None
+    form: tuple[Any, ...] | None = None
+    """What kernels are compiled for, in the order of `coded_products`' first lines."""
+
+
+PLAIN = Coded()
+"""Of a weight that is not quantised."""
+
+
+def as_bytes(t: Tensor) -> Tensor:
+    """The same memory in a dtype that kernels read: bytes for packed numbers and for powers of two."""
+    is_packed = t.dtype in (torch.int32, torch.int8, formats.E8M0)
+    return t.view(torch.uint8) if is_packed else t
+
+
+def coded(name: str, parts: formats.Quantised, rows: int, columns: int, halves: int, interleaved: bool) -> Coded:
+    """Args: parts: as `as_bytes` leaves them; the others as in `formats.dequantize`."""
+    scale, per_tensor = parts.scale, parts.global_scale
+    experts = parts.q.shape[0] if parts.q.dim() == 3 else 1
+    if FORMATS[name].rows is None:
+        scale_rows, groups, per_tensor = 1, 1, scale
+    else:
+        scale_rows, groups = scale.shape[-2:]
+    zero_point, word = parts.zero_point, 0
+    if zero_point is not None:  # bytes: four of an int32 lie in one of its places
+        word = 4 if zero_point.shape[-1] == 4 * groups and zero_point.shape[-2] == -(-rows // 8) else 1
+    each = -(-rows // halves // 128)
+    form = (
+        name,
+        formats.group_size(name, columns, groups),
+        groups,
+        scale_rows,
+        halves == 2 and not interleaved and scale_rows == 2 * each,
+        0 if per_tensor is None else per_tensor.numel() // experts,
+        interleaved,
+        word,
+        0 if zero_point is None else zero_point.numel() // experts,
+        parts.input_scale is not None and parts.input_scale.numel() > 1,
+    )
+    return Coded(scale, zero_point, parts.global_scale, parts.input_scale, form)
+
+
+@triton.jit
+def _load_scale(ptrs, mask):
+    """float32 of scales; a byte is a power of two."""
+    if ptrs.dtype.element_ty == tl.uint8:
+        e = tl.load(ptrs, mask=mask, other=0).to(tl.int32)
+        bits = tl.where(e == 0, 0x00400000, e << 23)  # 2^-127 is subnormal
+        bits = tl.where(e == 255, 0x7FC00000, bits)  # NaN
+        return bits.to(tl.float32, bitcast=True)
+    return tl.load(ptrs, mask=mask, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def _numbers(code, zero, NAME: tl.constexpr):
+    """float32 of codes 0..15; zero is what an int4 stores for 0."""
+    if NAME == "int4":
+        return code.to(tl.float32) - zero
+    # The code's exponent and mantissa bit in a float32's places are the number times 2^-126.
+    bits = ((code & 7) << 22) | ((code & 8) << 28)
+    return bits.to(tl.float32, bitcast=True) * 8.507059173023462e37  # 2^126
+
+
+@triton.jit
+def _spread(t_NG, ROWS: tl.constexpr, GROUPS: tl.constexpr, COLUMNS: tl.constexpr):
+    """[ROWS, GROUPS] -> [ROWS, COLUMNS]: each for as many columns."""
+    if GROUPS == 1:
+        return t_NG
+    t = tl.broadcast_to(t_NG[:, :, None], [ROWS, GROUPS, COLUMNS // GROUPS])
+    return tl.reshape(t, [ROWS, COLUMNS])
+
+
+@triton.jit
+def _row_amax(a_rows_M, in_M, weight_M, INNER: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr,
+              WEIGHT: tl.constexpr, INTERPRET: tl.constexpr):  # fmt: skip
+    """float32 [BLOCK_M]: the largest magnitude of each row."""
+    d_K = tl.arange(0, BLOCK_K)
+    a_ptrs = a_rows_M[:, None] + d_K[None, :]
+    amax_M = tl.zeros([BLOCK_M], tl.float32)
+    for start in range(0, INNER, BLOCK_K):
+        a = load_a(a_ptrs, in_M, weight_M, d_K, INNER - start, True, INNER % BLOCK_K != 0, WEIGHT, INTERPRET)
+        amax_M = tl.maximum(amax_M, tl.max(tl.abs(a.to(tl.float32)), 1))
+        a_ptrs += BLOCK_K
+    return amax_M
+
+
+@triton.jit
+def _to_fp8(a, factor_M, LARGEST: tl.constexpr, INTERPRET: tl.constexpr):
+    """a times its row's factor as an fp8 number, cut off at the largest one; NaN stays."""
+    a = a.to(tl.float32) * factor_M[:, None]
+    a = tl.where(a > LARGEST, LARGEST, tl.where(a < -LARGEST, -LARGEST, a))
+    if INTERPRET:  # its casts to fp8 do not round up to the next power of two
+        exponent = (a.to(tl.int32, bitcast=True) >> 23) & 255
+        step = (tl.maximum(exponent - 3, 118) << 23).to(tl.float32, bitcast=True)
+        return (a / step + 12582912.0 - 12582912.0) * step  # 1.5 * 2^23, beyond which a float32 has no fractions
+    return a.to(tl.float8e4nv)
+
+
+@triton.jit
+def coded_products(
+    a_rows_M,
+    in_M,
+    weight_on_input_M,
+    w_ptr,
+    scale_ptr,
+    zero_ptr,
+    global_ptr,
+    input_ptr,
+    expert,
+    column,
+    COLUMNS: tl.constexpr,
+    INNER: tl.constexpr,
+    STRIDE_ROW: tl.constexpr,
+    GATED: tl.constexpr,
+    WEIGHT_ON_INPUT: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    SWAP: tl.constexpr,
+    PRECISION: tl.constexpr,
+    FORM: tl.constexpr,
+    INTERPRET: tl.constexpr,
+    LARGEST: tl.constexpr = LARGEST_E4M3,
+    LEAST: tl.constexpr = LEAST_AMAX,
+):
+    """float32 [BLOCK_M, ROWS] of rows of a by rows of w, or [ROWS, BLOCK_M] with SWAP, as `gemm._products` has it.
+
+    w_ptr points to the expert's q; the others to those of all experts.
+    """
+    NAME: tl.constexpr = FORM[0]
+    GROUP: tl.constexpr = FORM[1]  # columns of a scale
+    SCALE_COLUMNS: tl.constexpr = FORM[2]
+    SCALE_ROWS: tl.constexpr = FORM[3]
+    SCALES_OF_HALVES: tl.constexpr = FORM[4]  # fp8_block: blocks of gate and up rows each
+    PER_TENSOR: tl.constexpr = FORM[5]  # scales for a tensor: none, one, or one for each half
+    INTERLEAVED: tl.constexpr = FORM[6]
+    ZERO_WORD: tl.constexpr = FORM[7]  # bytes in which zero points of neighbouring rows lie; 0: there are none
+    ZERO_STRIDE: tl.constexpr = FORM[8]
+    INPUT_SCALES: tl.constexpr = FORM[9]  # one an expert
+    FP8: tl.constexpr = NAME == "fp8_block" or NAME == "fp8_channel" or NAME == "fp8_tensor"
+    ROWS: tl.constexpr = 2 * BLOCK_N if GATED else BLOCK_N
+    RAGGED: tl.constexpr = INNER % BLOCK_K != 0
+    WIDTH: tl.constexpr = BLOCK_K if FP8 else BLOCK_K // 2  # bytes of a row in a step
+    STEP_SCALES: tl.constexpr = BLOCK_K // GROUP if GROUP < BLOCK_K else 1
+    expert = tl.full([], 0, tl.int64) + expert  # a constant for the shared one
+    d_K = tl.arange(0, BLOCK_K)
+    a_ptrs = a_rows_M[:, None] + d_K[None, :]
+    row_N, in_N = weight_rows(column, COLUMNS, BLOCK_N, ROWS, INTERLEAVED)
+    b_K = tl.arange(0, WIDTH)
+    w_ptrs = w_ptr + row_N.to(tl.int64)[:, None] * STRIDE_ROW + b_K[None, :]
+    half_N = row_N % 2 if INTERLEAVED else row_N // COLUMNS
+
+    if NAME != "fp8_tensor":
+        scale_N = row_N
+        if NAME == "fp8_block":
+            scale_N = row_N // 128
+            if SCALES_OF_HALVES:
+                scale_N = half_N * (SCALE_ROWS // 2) + (row_N - half_N * COLUMNS) // 128
+        scale_ptr += expert * (SCALE_ROWS * SCALE_COLUMNS)
+        g_G = tl.arange(0, STEP_SCALES)
+        scale_ptrs = scale_ptr + scale_N[:, None] * SCALE_COLUMNS + g_G[None, :]
+    if ZERO_WORD > 0:
+        # Bytes of two rows each, ZERO_WORD of them side by side for each column.
+        byte_N = row_N // (2 * ZERO_WORD) * (SCALE_COLUMNS * ZERO_WORD) + row_N // 2 % ZERO_WORD
+        zero_ptrs = zero_ptr + expert * ZERO_STRIDE + byte_N[:, None] + g_G[None, :] * ZERO_WORD
+    scale_M = tl.zeros([BLOCK_M], tl.float32)
+    factor_M = scale_M
+    if NAME == "fp8_channel":
+        amax_M = _row_amax(a_rows_M, in_M, weight_on_input_M, INNER, BLOCK_M, BLOCK_K, WEIGHT_ON_INPUT, INTERPRET)
+        amax_M = tl.maximum(amax_M, LEAST)
+        factor_M = tl.div_rn(LARGEST + tl.zeros([BLOCK_M], tl.float32), amax_M)
+        scale_M = tl.div_rn(amax_M, LARGEST + tl.zeros([BLOCK_M], tl.float32))
+    elif NAME == "fp8_tensor":
+        scale_M = tl.load(input_ptr + expert if INPUT_SCALES else input_ptr) + tl.zeros([BLOCK_M], tl.float32)
+        factor_M = tl.div_rn(1.0 + tl.zeros([BLOCK_M], tl.float32), scale_M)
+
+    if SWAP:
+        sum = tl.zeros([ROWS, BLOCK_M], tl.float32)
+    else:
+        sum = tl.zeros([BLOCK_M, ROWS], tl.float32)
+    for start in range(0, INNER, BLOCK_K):
+        a = load_a(a_ptrs, in_M, weight_on_input_M, d_K, INNER - start, SWAP, RAGGED, WEIGHT_ON_INPUT, INTERPRET)
+        a_ptrs += BLOCK_K
+        in_w = in_N[:, None]
+        if RAGGED:
+            in_w = in_w & (b_K < (INNER - start) * WIDTH // BLOCK_K)[None, :]
+        w = tl.load(w_ptrs, mask=in_w, other=0.0 if FP8 else 0)
+        w_ptrs += WIDTH
+        if NAME == "fp8_block" or not FP8:
+            in_s = in_N[:, None]
+            if RAGGED:
+                in_s = in_s & (start // GROUP + g_G < SCALE_COLUMNS)[None, :]
+            s = _load_scale(scale_ptrs + start // GROUP, in_s)
+        if FP8:
+            if NAME == "fp8_block":
+                amax_M = tl.maximum(tl.max(tl.abs(a.to(tl.float32)), 1), LEAST)
+                factor_M = tl.div_rn(LARGEST + tl.zeros([BLOCK_M], tl.float32), amax_M)
+                scale_M = tl.div_rn(amax_M, LARGEST + tl.zeros([BLOCK_M], tl.float32))
+            q = _to_fp8(a, factor_M, LARGEST, INTERPRET)
+            w = w.to(q.dtype)
+            if SWAP:
+                part = tl.dot(w, q.T)
+                if NAME == "fp8_block":
+                    part *= s * scale_M[None, :]
+            else:
+                part = tl.dot(q, w.T)
+                if NAME == "fp8_block":
+                    part *= scale_M[:, None] * tl.trans(s)
+            sum += part
+        else:
+            code = w.to(tl.int32)
+            zero = 8.0
+            if ZERO_WORD > 0:
+                pair = tl.load(zero_ptrs + start // GROUP * ZERO_WORD, mask=in_s, other=0).to(tl.int32)
+                zero = _spread(((pair >> (row_N % 2 * 4)[:, None]) & 15).to(tl.float32), ROWS, STEP_SCALES, WIDTH)
+            s = _spread(s, ROWS, STEP_SCALES, WIDTH)
+            even = (_numbers(code & 15, zero, NAME) * s).to(a.dtype)
+            odd = (_numbers(code >> 4, zero, NAME) * s).to(a.dtype)
+            a_even, a_odd = tl.split(tl.reshape(a, [BLOCK_M, WIDTH, 2]))
+            if SWAP:
+                sum = tl.dot(even, a_even.T, sum, input_precision=PRECISION)
+                sum = tl.dot(odd, a_odd.T, sum, input_precision=PRECISION)
+            else:
+                sum = tl.dot(a_even, even.T, sum, input_precision=PRECISION)
+                sum = tl.dot(a_odd, odd.T, sum, input_precision=PRECISION)
+
+    # What multiplies whole rows.
+    if PER_TENSOR > 0:
+        per_tensor_ptr = (scale_ptr if NAME == "fp8_tensor" else global_ptr) + expert * PER_TENSOR
+        factor_N = tl.load(per_tensor_ptr + half_N * (PER_TENSOR - 1), mask=in_N, other=0.0)
+        sum *= factor_N[:, None] if SWAP else factor_N[None, :]
+    if NAME == "fp8_channel":
+        factor_N = _load_scale(scale_ptr + row_N, in_N)
+        sum *= factor_N[:, None] if SWAP else factor_N[None, :]
+    if NAME == "fp8_channel" or NAME == "fp8_tensor":
+        sum *= scale_M[None, :] if SWAP else scale_M[:, None]
+    return sum
