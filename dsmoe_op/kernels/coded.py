@@ -71,24 +71,49 @@ def coded(name: str, parts: formats.Quantised, rows: int, columns: int, halves: 
 
 
 @triton.jit
-def _load_scale(ptrs, mask):
-    """float32 of scales; a byte is a power of two."""
+def _load_scale(ptrs, mask, DTYPE: tl.constexpr):
+    """Scales in a dtype that has them exactly: DTYPE, if it does; a byte is a power of two."""
     if ptrs.dtype.element_ty == tl.uint8:
-        e = tl.load(ptrs, mask=mask, other=0).to(tl.int32)
-        bits = tl.where(e == 0, 0x00400000, e << 23)  # 2^-127 is subnormal
-        bits = tl.where(e == 255, 0x7FC00000, bits)  # NaN
-        return bits.to(tl.float32, bitcast=True)
-    return tl.load(ptrs, mask=mask, other=0.0).to(tl.float32)
+        e = tl.load(ptrs, mask=mask, other=0)
+        if DTYPE == tl.bfloat16:
+            bits = tl.where(e == 0, 0x0040, e.to(tl.int16) << 7)  # 2^-127 is subnormal
+            scale = tl.where(e == 255, 0x7FC0, bits).to(tl.int16).to(DTYPE, bitcast=True)  # NaN
+        else:
+            bits = tl.where(e == 0, 0x00400000, e.to(tl.int32) << 23)
+            scale = tl.where(e == 255, 0x7FC00000, bits).to(tl.float32, bitcast=True)
+    else:
+        scale = tl.load(ptrs, mask=mask, other=0.0)
+        if scale.dtype.primitive_bitwidth == 8:
+            scale = scale.to(DTYPE)
+    return scale
 
 
 @triton.jit
-def _numbers(code, zero, NAME: tl.constexpr):
-    """float32 of codes 0..15; zero is what an int4 stores for 0."""
+def _numbers(code, zero, scale, NAME: tl.constexpr, DTYPE: tl.constexpr):
+    """codes 0..15 [int16] -> (code - zero) * scale in DTYPE, rounded once; zero is of int4 alone.
+
+    A code among the mantissa's bits of a power of two, or in the places of exponent and mantissa, is a number already.
+    """
+    if DTYPE == tl.float32:
+        if NAME == "int4":
+            return (code.to(tl.float32) - zero) * scale.to(tl.float32)
+        code = code.to(tl.int32)
+        bits = ((code & 7) << 22) | ((code & 8) << 28)
+        return bits.to(tl.float32, bitcast=True) * 8.507059173023462e37 * scale.to(tl.float32)  # 2^126
     if NAME == "int4":
-        return code.to(tl.float32) - zero
-    # The code's exponent and mantissa bit in a float32's places are the number times 2^-126.
-    bits = ((code & 7) << 22) | ((code & 8) << 28)
-    return bits.to(tl.float32, bitcast=True) * 8.507059173023462e37  # 2^126
+        if DTYPE == tl.bfloat16:
+            number = (code | 0x4300).to(DTYPE, bitcast=True) - (zero + 128).to(DTYPE)
+        else:
+            number = (code | 0x6400).to(DTYPE, bitcast=True) - (zero + 1024).to(DTYPE)
+    elif DTYPE == tl.bfloat16:
+        bits = ((code & 7) << 6) | ((code & 8) << 12)
+        number = bits.to(DTYPE, bitcast=True) * tl.full([], 8.507059173023462e37, DTYPE)  # 2^126
+    else:
+        bits = ((code & 7) << 9) | ((code & 8) << 12)
+        number = bits.to(DTYPE, bitcast=True) * tl.full([], 16384.0, DTYPE)  # 2^14
+    if scale.dtype == DTYPE:
+        return number * scale
+    return (number.to(tl.float32) * scale).to(DTYPE)
 
 
 @triton.jit
@@ -220,7 +245,7 @@ def coded_products(
             in_s = in_N[:, None]
             if RAGGED:
                 in_s = in_s & (start // GROUP + g_G < SCALE_COLUMNS)[None, :]
-            s = _load_scale(scale_ptrs + start // GROUP, in_s)
+            s = _load_scale(scale_ptrs + start // GROUP, in_s, tl.float32 if FP8 else a.dtype)
         if FP8:
             if NAME == "fp8_block":
                 amax_M = tl.maximum(tl.max(tl.abs(a.to(tl.float32)), 1), LEAST)
@@ -238,14 +263,14 @@ def coded_products(
                     part *= scale_M[:, None] * tl.trans(s)
             sum += part
         else:
-            code = w.to(tl.int32)
-            zero = 8.0
+            code = w.to(tl.int16)
+            zero = tl.full([], 8.0, tl.float32)
             if ZERO_WORD > 0:
                 pair = tl.load(zero_ptrs + start // GROUP * ZERO_WORD, mask=in_s, other=0).to(tl.int32)
                 zero = _spread(((pair >> (row_N % 2 * 4)[:, None]) & 15).to(tl.float32), ROWS, STEP_SCALES, WIDTH)
             s = _spread(s, ROWS, STEP_SCALES, WIDTH)
-            even = (_numbers(code & 15, zero, NAME) * s).to(a.dtype)
-            odd = (_numbers(code >> 4, zero, NAME) * s).to(a.dtype)
+            even = _numbers(code & 15, zero, s, NAME, a.dtype)
+            odd = _numbers(code >> 4, zero, s, NAME, a.dtype)
             a_even, a_odd = tl.split(tl.reshape(a, [BLOCK_M, WIDTH, 2]))
             if SWAP:
                 sum = tl.dot(even, a_even.T, sum, input_precision=PRECISION)
@@ -260,7 +285,7 @@ def coded_products(
         factor_N = tl.load(per_tensor_ptr + half_N * (PER_TENSOR - 1), mask=in_N, other=0.0)
         sum *= factor_N[:, None] if SWAP else factor_N[None, :]
     if NAME == "fp8_channel":
-        factor_N = _load_scale(scale_ptr + row_N, in_N)
+        factor_N = tl.load(scale_ptr + row_N, mask=in_N, other=0.0).to(tl.float32)
         sum *= factor_N[:, None] if SWAP else factor_N[None, :]
     if NAME == "fp8_channel" or NAME == "fp8_tensor":
         sum *= scale_M[None, :] if SWAP else scale_M[:, None]

@@ -54,7 +54,7 @@ class Routed(NamedTuple):
     gemm2: Tile
 
 
-_MANY_ROWS = (Tile(64, 64, 128, 4, 3, swap=True, least_m=16), Tile(64, 128, 128, 4, 3, swap=True, least_m=16))
+_MANY_ROWS = (Tile(64, 64, 128, 8, 3, swap=True, least_m=16), Tile(64, 128, 128, 8, 3, swap=True, least_m=16))
 """Of quantised weights."""
 
 _ROUTED: dict[str, tuple[Routed, ...]] = {
