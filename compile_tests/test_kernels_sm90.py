@@ -22,7 +22,7 @@ triton = pytest.importorskip("triton", reason="no triton")
 from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.runtime.driver import driver  # noqa: E402
 
-from dsmoe_op import kernels, tuning  # noqa: E402
+from dsmoe_op import formats, kernels, tuning  # noqa: E402
 from dsmoe_op.config import MoEConfig  # noqa: E402
 from dsmoe_op.kernels import gemm2_persistent  # noqa: E402
 from dsmoe_op.kernels import launch as launch_module  # noqa: E402
@@ -282,6 +282,55 @@ def test_16bit_products_fit_in_every_layout(compiled, tmp_path, layer):
     layer.gemms("fused", overlaps=False)
     check_products(compiled, "bf16")
     check_resources(compiled, tmp_path)
+
+
+def coded_weight(name: str, E: int, R: int, C: int, halves: int) -> dict[str, Any]:
+    """q and the rest of a quantised weight without memory; E = 0 for the shared expert's."""
+
+    def empty(*shape: int, dtype: torch.dtype) -> Tensor:
+        return torch.empty((E, *shape) if E else shape, dtype=dtype, device="meta")
+
+    format = formats.FORMATS[name]
+    bits, dtype = format.bits, {"mxfp4": torch.uint8, "int4": BF16}.get(name, format.scale_dtypes[0])
+    q = empty(R, C * bits // 8, dtype=torch.uint8 if bits == 4 else format.dtypes[0])
+    scale = empty(*formats.scale_shapes(name, R, C, halves=halves)[0], dtype=dtype)
+    zero = empty(R // 2, scale.shape[-1], dtype=torch.uint8) if name == "int4" else None
+    whole = empty(dtype=FP32) if format.has_global_scale else None
+    given = torch.empty(1, dtype=FP32, device="meta") if format.activations == "tensor" else None
+    parts = formats.Quantised(q, scale, zero, whole, given)
+    return {"q": q, "coded": kernels.coded(name, parts, R, C, halves, False)}
+
+
+@pytest.mark.parametrize("name", formats.FORMATS)
+def test_quantised_products_use_the_matrix_units_and_fit(compiled, tmp_path, name):
+    """With routed and shared experts in one launch, and sizes that are no multiple of a tile's."""
+    T, E, K, H, I, S = 4, 8, 2, 2048 - 16, 1424, 2832
+    layer = Layer(T=T, H=H, I=I, S=S, E=E, config=MoEConfig(top_k=K))
+    kind = tuning.gemm_kind(BF16, False, name)
+    w13, w2 = coded_weight(name, E, 2 * I, H, 2), coded_weight(name, E, H, I, 1)
+    shared_w13, shared_w2 = coded_weight(name, 0, 2 * S, H, 2), coded_weight(name, 0, H, S, 1)
+
+    def launch() -> None:
+        for tiles in tuning.layer_variants(kind):
+            rows = layer.rows(tiles.gemm1.block_m)
+            common = {"config": layer.config, "blocks": rows.blocks_3B, "warmup": True}
+            kernels.gemm1(
+                layer.x, tile=tiles.gemm1, w13=w13["q"], coded=w13["coded"], sorted_slot_N=rows.sorted_slot_N,
+                h_NI=layer.tensor(T * K, I), shared_w13=shared_w13["q"], shared_coded=shared_w13["coded"],
+                h_shared_TS=layer.tensor(T, S), **common,
+            )  # fmt: skip
+            kernels.gemm2(
+                tile=tiles.gemm2, w2=w2["q"], coded=w2["coded"], h_NI=layer.tensor(T * K, I),
+                y_NH=layer.tensor(T * K, H), shared_w2=shared_w2["q"], shared_coded=shared_w2["coded"],
+                h_shared_TS=layer.tensor(T, S), shared_TH=layer.tensor(T, H), **common,
+            )  # fmt: skip
+
+    kernels.compile_together(launch)
+    assert compiled
+    for kernel in compiled:
+        assert matrix_instructions(kernel) == {"wgmma e4m3" if kind == "fp8" else "wgmma bf16"}
+        assert kernel.metadata.shared <= SHARED_MEMORY
+        assert stack_bytes(kernel, tmp_path) == 0, kernel.metadata
 
 
 def gemm_tiles() -> Iterator[tuple[str, str, Tile]]:
@@ -576,7 +625,7 @@ def test_atomics_are_of_integers_alone(compiled):
         assert not any(re.search(r"\.b?f(16|32|64)", name) for name in found)
 
 
-KINDS = ("16bit", "tf32", "fp32")
+KINDS = ("16bit", "tf32", "fp32", "fp8", "4bit", "fp32_4bit", "4bit+16bit", "16bit+fp8")
 
 
 def test_tables_end_without_a_limit_and_ascend():
@@ -613,7 +662,8 @@ def test_tiles_are_such_as_the_kernels_take(kind):
             assert all(n & (n - 1) == 0 for n in tile[:3])
             assert tile.least_m in (0, 16)
             assert 2 * tile.block_n <= 256 or not tile.tma or tile in (v.gemm2, v.shared_gemm2)  # of the copy engine
-            assert not tile.persistent or (tile.block_m == gemm2_persistent.BLOCK_M and tile == v.gemm2)
+            second = tile in (v.gemm2, v.shared_gemm2)
+            assert not tile.persistent or (tile.block_m == gemm2_persistent.BLOCK_M and second)
 
 
 def test_other_gpus_than_hoppers_take_the_second_product_without_gluon(monkeypatch) -> None:

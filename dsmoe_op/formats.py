@@ -266,13 +266,14 @@ def quantize_rows(x: Tensor, name: str, input_scale: Tensor | None = None) -> tu
     x = x.float()
     if input_scale is not None:
         scale = input_scale.float().expand(*x.shape[:-1], 1)
-        return _to_e4m3(x * (1 / scale)), scale
+        return _to_e4m3(x * (torch.ones_like(scale) / scale)), scale
     columns = x.shape[-1]
     size = 128 if FORMATS[name].activations == "block" else columns
     groups = _padded(x, size).unflatten(-1, (-1, size))
     amax = groups.abs().amax(-1).clamp(min=LEAST_AMAX)
-    q = _to_e4m3(groups * (LARGEST_E4M3 / amax).unsqueeze(-1))
-    return q.flatten(-2)[..., :columns].contiguous(), amax / LARGEST_E4M3
+    largest = torch.full_like(amax, LARGEST_E4M3)  # torch divides by a number, and a number, by way of a reciprocal
+    q = _to_e4m3(groups * (largest / amax).unsqueeze(-1))
+    return q.flatten(-2)[..., :columns].contiguous(), amax / largest
 
 
 def quantized_rows(x: Tensor, name: str | None, input_scale: Tensor | None = None) -> Tensor:

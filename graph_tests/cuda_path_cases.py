@@ -14,10 +14,10 @@ from typing import ClassVar
 
 import pytest
 import torch
-from layers import TOLERANCE, WAYS, error, make_layer, tensors_of
+from layers import TOLERANCE, WAYS, error, make_layer, quantized, tensors_of
 from torch import Tensor
 
-from dsmoe_op import MoEConfig, checks, cuda, reference, streams, tuning
+from dsmoe_op import MoEConfig, checks, cuda, formats, reference, streams, tuning
 from dsmoe_op import schedule as schedules
 from dsmoe_op.checks import LAYER_FIELDS, Layer
 from dsmoe_op.kernels.launch import INTERPRET
@@ -129,6 +129,20 @@ def test_16_bit_dtypes_compute_the_reference(way, dtype, limit) -> None:
     """The interpreter cuts a float32 off where hardware rounds it to bf16, and each cut is towards zero."""
     x, args = make("deepseek", way, dtype)
     assert error(Run(x, args, "dual").issue().out, reference.moe(x, **args)) < limit
+
+
+@pytest.mark.parametrize("shared", [*formats.FORMATS, None])
+def test_quantised_weights_compute_the_reference_in_every_schedule(shared) -> None:
+    """Every format of the shared expert, beside one of the routed experts, and both in the same one."""
+    for routed in {shared, random.choice([*formats.FORMATS, None])}:
+        name, way = random.choice(list(CONFIGS)), random.choice(WAYS)
+        x, args = make(name, way, random.choice((torch.float32, torch.float16)))
+        args = quantized(args, routed, shared)
+        expected = reference.moe(x, **args)
+        outs = {s: Run(x, args, s).issue().out for s in (SCHEDULES if routed == shared else SCHEDULES[:3])}
+        for schedule, out in outs.items():
+            assert error(out, expected) < 2e-2, (routed, name, way, schedule)
+            assert schedule == "fused" or same(out, outs["serial"]), (routed, name, way, schedule)
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
