@@ -116,7 +116,7 @@ def ranges(work: Iterable[Work], *, fused: bool) -> list[Range]:
     for lane in lanes.values():
         for group in _groups(lane, items, layers):
             labels |= zip(group, _labels([items[i].name for i in group]), strict=True)
-    apart = {layers[i] for i, label in labels.items() if label == "shared"}
+    apart = {layers[i] for i, label in labels.items() if (label, _label(items[i].name)) == ("shared", "product")}
 
     def part_of(i: int) -> str:
         part = _PARTS.get(labels[i], labels[i])

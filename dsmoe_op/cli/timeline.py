@@ -43,7 +43,7 @@ def save(ranges: Sequence[Range], lanes: dict[int, str], path: Path, title: str,
     with matplotlib.rc_context({"svg.fonttype": "none", "font.size": 10, "hatch.linewidth": 2.5}):
         figure = pyplot.figure(figsize=(_WIDTH, height + 2.1))
         total = height + 2.1
-        axis = figure.add_axes((0.11, 1.05 / total, 0.87, height / total))
+        axis = figure.add_axes((0.125, 1.05 / total, 0.86, height / total))
         overlaps = [(b, e) for b, e, streams in profiling.stretches(w for r in ranges for w in r.work) if streams > 1]
         for b, e in _merged(overlaps, span):
             axis.axvspan(b - begin, e - begin, color=_SHADE, alpha=_ALPHA, linewidth=0, zorder=0)
@@ -130,4 +130,4 @@ def _legend(figure: Any, ranges: Sequence[Range], overlaps: bool) -> None:
     handles = [Patch(**style(part), label=other if part == OTHER else part) for part in parts]
     if overlaps:
         handles.append(Patch(facecolor=_SHADE, alpha=_ALPHA, label="two streams at once"))
-    figure.legend(handles=handles, loc="lower left", ncols=8, frameon=False, bbox_to_anchor=(0.1, 0.0))
+    figure.legend(handles=handles, loc="lower left", ncols=8, frameon=False, bbox_to_anchor=(0.115, 0.0))

@@ -124,6 +124,8 @@ def profile_model(options: argparse.Namespace, device: torch.device, bar: Any) -
         swapped = replace_moe_blocks(model, options.schedule)
     except ValueError as error:
         raise CommandError(f"--family {options.family}: {error}") from None
+    if not swapped:
+        raise CommandError(f"--family {options.family}: expected MoE blocks in the model, found none")
     bar.update()
     bar.set_description(f"{options.family}, {rows} requests")
     text = list(run.PROMPT.encode()[:64])
@@ -315,7 +317,9 @@ def report(view: View, words: str, calls: int | None, files: Sequence[Path]) -> 
     f = view.figures
     lines = [words, "", output.table(columns, [[row[column] for column in columns] for row in rows]), ""]
     if cpu:
-        lines.append("no GPU: there are no streams to show; these are the layer's parts on the CPU, one after another")
+        lines.append(
+            "a CPU has no streams to show; these are the layers' parts on it, one after another, and idle is all else"
+        )
     lines.append(f"busy {f.busy_us:.1f} us, overlapped {f.overlap_us:.1f} us, idle {f.idle_us:.1f} us")
     if calls is not None and calls > 1:
         each = (f"{us / calls:.1f}" for us in (f.busy_us, f.overlap_us, f.idle_us))
