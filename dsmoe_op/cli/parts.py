@@ -114,7 +114,7 @@ def ranges(work: Iterable[Work], *, fused: bool) -> list[Range]:
         lanes[item.stream].append(i)
     labels: dict[int, str] = {}
     for lane in lanes.values():
-        for group in _groups(lane, items, layers):
+        for group in _groups(lane, items):
             labels |= zip(group, _labels([items[i].name for i in group]), strict=True)
     apart = {layers[i] for i, label in labels.items() if (label, _label(items[i].name)) == ("shared", "product")}
 
@@ -156,14 +156,12 @@ def _layers(labels: Sequence[str]) -> tuple[list[int], set[int]]:
     return list(itertools.accumulate(int(i - 1 in last) for i in range(len(labels)))), last
 
 
-def _groups(lane: Sequence[int], items: Sequence[Work], layers: Sequence[int]) -> Iterator[list[int]]:
-    """One stream's kernels, cut where a layer or a routing begins."""
+def _groups(lane: Sequence[int], items: Sequence[Work]) -> Iterator[list[int]]:
+    """One stream's kernels, cut where a routing begins."""
     group: list[int] = []
     for i in lane:
-        begins = _label(items[i].name) in _ROUTING
-        if group and (layers[i] != layers[group[-1]] or (begins and _label(items[group[-1]].name) not in _ROUTING)):
+        if group and _label(items[i].name) in _ROUTING and _label(items[group[-1]].name) not in _ROUTING:
             yield group
             group = []
         group.append(i)
-    if group:
-        yield group
+    yield group
