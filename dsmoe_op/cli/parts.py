@@ -157,10 +157,10 @@ def _layers(labels: Sequence[str]) -> tuple[list[int], set[int]]:
 
 
 def _groups(lane: Sequence[int], items: Sequence[Work]) -> Iterator[list[int]]:
-    """One stream's kernels, cut where a routing begins."""
+    """One stream's kernels, cut before each of a routing's, so that none has two layers' routed experts."""
     group: list[int] = []
     for i in lane:
-        if group and _label(items[i].name) in _ROUTING and _label(items[group[-1]].name) not in _ROUTING:
+        if group and _label(items[i].name) in _ROUTING:
             yield group
             group = []
         group.append(i)
