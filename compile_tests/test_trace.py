@@ -111,6 +111,7 @@ def test_figures_are_what_a_count_of_each_microsecond_gives(streams: tuple[int, 
 
 
 def test_a_saved_trace_of_any_program_has_its_figures_and_its_lanes(show: Any, tmp_path: pathlib.Path) -> None:
+    pytest.importorskip("matplotlib")
     work = random_work(60, (7, 20, 24))
     code, result = show("--from", saved(work, tmp_path / "some.json"))
     assert code == 0
@@ -288,6 +289,7 @@ def test_the_written_trace_has_nested_ranges_that_hold_the_kernels_of_their_part
 
 
 def test_the_picture_has_lanes_parts_and_figures_by_name(show: Any, tmp_path: pathlib.Path) -> None:
+    pytest.importorskip("matplotlib")
     dual = next(steps for schedule, steps in plans() if schedule == "dual")
     work = [w for w, *_ in run_on_paper([dual], early=False)]
     main_stream = work[-1].stream
@@ -311,6 +313,7 @@ LAYER = ("--shape", "64/32/16/4/48", "--tokens", "5", "--calls", "3")
 
 
 def test_a_layer_on_a_cpu_is_one_lane_of_its_parts(show: Any, tmp_path: pathlib.Path) -> None:
+    pytest.importorskip("matplotlib")
     code, result = show(*LAYER)
     assert code == 0
     assert result["gpu"] is None
