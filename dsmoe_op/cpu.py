@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dsmoe_op import formats, reference
+from dsmoe_op import formats, ranges, reference
 from dsmoe_op.checks import Checked, Dims, Layer, Routing
 from dsmoe_op.config import MoEConfig
 
@@ -44,32 +44,37 @@ def moe_unfinalized(layer: Layer, call: Checked) -> tuple[Tensor, ...]:
     """y, topk_ids, topk_weights, row_of, shared; one CPU has no streams, so the schedule changes nothing."""
     dims, config = call.dims, call.config
     x_TH = layer.hidden_states.reshape(-1, dims.H).contiguous()
-    ids_TK, weights_TK = _routing(layer, config)
-    ids_TK, weights_TK, expert_TK = _canonical(ids_TK, weights_TK, layer, dims, config)
+    with ranges.part("router"):
+        ids_TK, weights_TK = _routing(layer, config)
+        ids_TK, weights_TK, expert_TK = _canonical(ids_TK, weights_TK, layer, dims, config)
+        slots_N = expert_TK.flatten().argsort(stable=True)
+        counts_E = expert_TK.flatten().bincount(minlength=dims.E).tolist()[: dims.E]
+        num_rows = sum(counts_E)
+        row_of_TK = torch.full((dims.T, dims.K), -1, dtype=torch.int32)
+        row_of_TK.view(-1)[slots_N[:num_rows]] = torch.arange(num_rows, dtype=torch.int32)
+    with ranges.part("routed"):
+        y_NH = x_TH.new_empty((dims.T * dims.K, dims.H))
+        y_NH[num_rows:] = 0
+        w13, w2 = (_Weight(layer, name, config, x_TH.dtype) for name in ("w13", "w2"))
+        for experts, rows in _runs(counts_E):
+            slots = slots_N[rows]
+            x = x_TH.index_select(0, slots // dims.K)
+            if config.apply_router_weight_on_input:
+                x = (weights_TK.flatten()[slots].unsqueeze(1) * x).to(x.dtype)
+            h = _linear_each(x, w13, layer.w13_bias, experts, counts_E)
+            h = _activation(h, config, config.clamp_routed, config.w13_order, x.dtype)
+            if len(h) == len(y_NH):  # one run is all of it: no copy
+                y_NH = _linear_each(h, w2, layer.w2_bias, experts, counts_E).to(x.dtype)
+            else:
+                _linear_each(h, w2, layer.w2_bias, experts, counts_E, out=y_NH[rows])
+    shared_TH = x_TH.new_empty((0, dims.H))
+    if layer.shared_w13 is not None:
+        with ranges.part("shared"):
+            shared_TH = _shared(x_TH, layer, config)
+    return y_NH, ids_TK, weights_TK, row_of_TK, shared_TH
 
-    slots_N = expert_TK.flatten().argsort(stable=True)
-    counts_E = expert_TK.flatten().bincount(minlength=dims.E).tolist()[: dims.E]
-    num_rows = sum(counts_E)
-    row_of_TK = torch.full((dims.T, dims.K), -1, dtype=torch.int32)
-    row_of_TK.view(-1)[slots_N[:num_rows]] = torch.arange(num_rows, dtype=torch.int32)
 
-    y_NH = x_TH.new_empty((dims.T * dims.K, dims.H))
-    y_NH[num_rows:] = 0
-    w13, w2 = (_Weight(layer, name, config, x_TH.dtype) for name in ("w13", "w2"))
-    for experts, rows in _runs(counts_E):
-        slots = slots_N[rows]
-        x = x_TH.index_select(0, slots // dims.K)
-        if config.apply_router_weight_on_input:
-            x = (weights_TK.flatten()[slots].unsqueeze(1) * x).to(x.dtype)
-        h = _linear_each(x, w13, layer.w13_bias, experts, counts_E)
-        h = _activation(h, config, config.clamp_routed, config.w13_order, x.dtype)
-        if len(h) == len(y_NH):  # one run is all of it: no copy
-            y_NH = _linear_each(h, w2, layer.w2_bias, experts, counts_E).to(x.dtype)
-        else:
-            _linear_each(h, w2, layer.w2_bias, experts, counts_E, out=y_NH[rows])
-    return y_NH, ids_TK, weights_TK, row_of_TK, _shared(x_TH, layer, config)
-
-
+@ranges.in_part("finalize")
 def finalize(
     y_NH: Tensor,
     topk_ids_TK: Tensor,
@@ -117,6 +122,7 @@ def finalize(
     return out
 
 
+@ranges.in_part("router")
 @torch.autocast("cpu", enabled=False)
 def route(routing: Routing, T: int, num_logits: int, config: MoEConfig) -> tuple[Tensor, Tensor]:
     """topk_ids int32 [T, K] and topk_weights float32 [T, K]."""
@@ -215,9 +221,9 @@ def _runs(counts_E: Sequence[int]) -> Iterator[tuple[list[int], slice]]:
 
 
 def _shared(x_TH: Tensor, layer: Layer, config: MoEConfig) -> Tensor:
-    """[T, H], or [0, H] without a shared expert."""
-    if layer.shared_w13 is None or layer.shared_w2 is None:
-        return x_TH.new_empty((0, x_TH.shape[1]))
+    """[T, H]."""
+    assert layer.shared_w13 is not None
+    assert layer.shared_w2 is not None
     T = len(x_TH)
     w13, w2 = (_Weight(layer, name, config, x_TH.dtype) for name in ("shared_w13", "shared_w2"))
     rows = w13.rows(x_TH)

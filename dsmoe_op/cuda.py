@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from dsmoe_op import formats, kernels, streams, tuning
+from dsmoe_op import formats, kernels, ranges, streams, tuning
 from dsmoe_op import schedule as schedules
 from dsmoe_op.checks import LAYER_FIELDS, Checked, Dims, Layer, Routing
 from dsmoe_op.config import MoEConfig
@@ -56,6 +56,7 @@ def prepare(layer: Layer, call: Checked) -> None:
         streams.lanes(layer.hidden_states.device.index)
 
 
+@ranges.in_part("finalize")
 def finalize(
     y: Tensor,
     topk_ids: Tensor,
@@ -80,6 +81,7 @@ def finalize(
     return out
 
 
+@ranges.in_part("router")
 def route(routing: Routing, T: int, num_logits: int, config: MoEConfig) -> tuple[Tensor, Tensor]:
     """topk_ids int32 [T, K] and topk_weights float32 [T, K]."""
     x = routing.hidden_states

@@ -14,7 +14,7 @@ from typing import Literal
 
 import torch
 
-from dsmoe_op import streams
+from dsmoe_op import ranges, streams
 from dsmoe_op.checks import LAYER_FIELDS
 from dsmoe_op.formats import SUFFIXES
 
@@ -167,6 +167,17 @@ TILED = frozenset(
 )
 """Launches whose tiles are chosen by the layer's sizes."""
 
+PARTS = {
+    **dict.fromkeys(("router", "choose_order", "choose", "order", "zero"), "router"),
+    **dict.fromkeys(("gemm1", "gemm2", "experts"), "routed"),
+    **dict.fromkeys(("gate", "shared_gemm1", "shared_gemm2"), "shared"),
+    "finalize": "finalize",
+    "experts_finalize": "routed+finalize",
+    **dict.fromkeys(("fused_gemm1", "fused_gemm2", "fused_experts"), "routed+shared"),
+    "fused_experts_finalize": "routed+shared+finalize",
+}
+"""The part of the layer that a launch is; some are several."""
+
 OPTIONAL = frozenset(LAYER_FIELDS[3:])
 """Tensors of a call that may be absent."""
 
@@ -177,6 +188,8 @@ def execute(steps: tuple[Step, ...], issue: Callable[[str, int], None], device: 
     PyTorch's current stream stays the caller's throughout. An exception leaves the two streams joined, so that a
     capture or the next call goes on.
     """
+    if torch.autograd._profiler_enabled():
+        issue = _in_ranges(issue)
     index = device.index
     if not any(type(step) is Wait for step in steps):
         main = streams.current_handle(index)
@@ -201,3 +214,11 @@ def execute(steps: tuple[Step, ...], issue: Callable[[str, int], None], device: 
     finally:
         if forked:
             lanes.wait("main", "alt")
+
+
+def _in_ranges(issue: Callable[[str, int], None]) -> Callable[[str, int], None]:
+    def in_range(name: str, stream: int) -> None:
+        with ranges.part(PARTS[name]):
+            issue(name, stream)
+
+    return in_range

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import json
-import pathlib
 import random
-import tempfile
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -16,6 +13,7 @@ from layers import make_layer
 from torch import Tensor
 
 from dsmoe_op import MoEConfig, checks, dual_stream_moe, reference, streams, tuning
+from dsmoe_op.cli import profiling
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
@@ -191,18 +189,11 @@ class Profile(NamedTuple):
 def profiled(fn: Callable[[], Any]) -> Profile:
     """Kernels, memsets and copies of one call of fn, which is called once before."""
     fn()
-    torch.cuda.synchronize()
-    activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
-    with torch.profiler.profile(activities=activities) as profile:
-        fn()
-        torch.cuda.synchronize()
-    with tempfile.TemporaryDirectory() as folder:
-        path = pathlib.Path(folder, "trace.json")
-        profile.export_chrome_trace(str(path))
-        events = json.loads(path.read_text())["traceEvents"]
+    trace = profiling.record(fn)
     streams: dict[int, list[str]] = {}
-    for event in events:
-        if event.get("cat") in ("kernel", "gpu_memset", "gpu_memcpy"):
-            streams.setdefault(event["args"]["stream"], []).append(event["name"])
+    for work in profiling.read_trace(trace):
+        streams.setdefault(work.stream, []).append(work.name)
     assert streams, "the profiler saw nothing run on the GPU"
-    return Profile(streams, [e["name"] for e in events if e.get("cat") in ("cuda_runtime", "cuda_driver")])
+    return Profile(
+        streams, [e["name"] for e in trace["traceEvents"] if e.get("cat") in ("cuda_runtime", "cuda_driver")]
+    )

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import collections
 import json
+import pathlib
 from typing import Any
 
 import pytest
@@ -140,3 +142,57 @@ def test_doctor_sees_the_ops_streams_overlap(command: Any, fresh_dynamo: None) -
     assert found["the op, eager-captured"]["state"] == "ok"
     assert " us overlap; 0 of " in found["the op, eager-captured"]["found"]
     assert found["GPU"]["state"] in ("ok", "note")
+
+
+TRACE = ["trace", "--shape", "256/128/16/4/384", "--tokens", "5"]
+
+
+def ranges_by_part(result: dict[str, Any]) -> dict[str, int]:
+    found: collections.Counter[str] = collections.Counter()
+    for row in result["parts"]:
+        if row["part"] != "other":
+            found[row["part"]] += row["ranges"]
+    return found
+
+
+def test_trace_finds_the_parts_on_two_overlapping_streams_in_a_graphs_replay(
+    command: Any, tmp_path: pathlib.Path
+) -> None:
+    pytest.importorskip("matplotlib")
+    code, result = command(*TRACE, "--schedule", "dual", "--calls", "6", "--out", str(tmp_path / "trace"))
+    assert code == 0
+    assert ranges_by_part(result) == dict.fromkeys(("router", "routed", "shared", "finalize"), 6)
+    assert len(result["streams"]) == 2
+    assert 0 < result["overlap_us"] < result["busy_us"] < 6000
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["trace.json", "trace.png", "trace.svg"]
+    saved, again = command("trace", "--from", str(tmp_path / "trace.json"), "--out", str(tmp_path / "again"))
+    assert saved == 0
+    assert (again["parts"], again["idle_us"]) == (result["parts"], result["idle_us"])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (["--schedule", "serial"], ["router", "routed+finalize", "shared"]),
+        (["--schedule", "fused", "--eager"], ["router", "routed+shared+finalize"]),
+        (["--schedule", "dual", "--eager"], ["router", "routed", "shared", "finalize"]),
+    ],
+)
+def test_trace_names_launches_of_several_parts(
+    arguments: list[str], expected: list[str], command: Any, tmp_path: pathlib.Path
+) -> None:
+    code, result = command(*TRACE, *arguments, "--no-picture", "--out", str(tmp_path / "trace"))
+    assert code == 0
+    assert ranges_by_part(result) == dict.fromkeys(expected, 4)
+    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    names = {event["name"] for event in events if event.get("cat") == "dsmoe"}
+    assert {f"dsmoe::{part}" for part in expected} <= names
+
+
+def test_trace_shows_a_models_step(command: Any, tmp_path: pathlib.Path) -> None:
+    pytest.importorskip("transformers")
+    small = ["--layers", "3", "--tokens", "2", "--schedule", "dual", "--no-picture", "--out", str(tmp_path / "trace")]
+    code, result = command("trace", "--family", "deepseek_v3", *small)  # whose first layer is dense
+    assert code == 0
+    assert ranges_by_part(result) == dict.fromkeys(("router", "routed", "shared", "finalize"), 2)
+    assert "other" in {row["part"] for row in result["parts"]}

@@ -8,10 +8,10 @@ import sys
 from collections.abc import Sequence
 
 import dsmoe_op
-from dsmoe_op.cli import bench, doctor, families, hazard, run, tune
+from dsmoe_op.cli import bench, doctor, families, hazard, run, trace, tune
 from dsmoe_op.cli.output import NOT_RUN, OK, CommandError
 
-COMMANDS = (run, bench, tune, hazard, doctor, families)
+COMMANDS = (run, bench, tune, hazard, trace, doctor, families)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import os
 import re
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 import torch
 
@@ -47,6 +49,14 @@ def text(value: str) -> str:
     if not value:
         raise argparse.ArgumentTypeError("expected at least one character, got ''")
     return value
+
+
+def cannot_write(path: Path) -> str | None:
+    """Why there can be no such file; None where there can."""
+    folder = path.absolute().parent
+    if not folder.is_dir():
+        return f"there is no folder {folder}"
+    return f"cannot write {path}" if path.is_dir() or not os.access(folder, os.W_OK) else None
 
 
 def device(name: str) -> torch.device:

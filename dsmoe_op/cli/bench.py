@@ -294,25 +294,15 @@ def _command(options: argparse.Namespace, parser: argparse.ArgumentParser) -> in
     if gpu:
         torch.cuda.set_device(device)
         for shape in options.shape:
-            for letter in "HIS":
-                if getattr(shape, letter) % 16:
-                    parser.error(
-                        f"argument --shape: expected multiples of 16 on a GPU, got {letter}={getattr(shape, letter)}"
-                    )
+            if (reason := shapes.gpu_refuses(shape)) is not None:
+                parser.error(f"argument --shape: {reason}")
     fused_is_asked = options.schedule is not None and "fused" in options.schedule
     for shape in options.shape:
-        if fused_is_asked and shape.S % shape.I:
-            parser.error(
-                f"argument --schedule: fused needs S a multiple of I, and {shape.name} has {shape.S} and {shape.I}"
-            )
+        if fused_is_asked and (reason := shapes.fused_refuses(shape)) is not None:
+            parser.error(f"argument --schedule: {reason}")
     for name, path in (("csv", options.csv), ("plot", options.plot)):
-        if path is None:
-            continue
-        folder = path.absolute().parent
-        if not folder.is_dir():
-            parser.error(f"argument --{name}: there is no folder {folder}")
-        if path.is_dir() or not os.access(folder, os.W_OK):
-            parser.error(f"argument --{name}: cannot write {path}")
+        if path is not None and (reason := arguments.cannot_write(path)) is not None:
+            parser.error(f"argument --{name}: {reason}")
     against = _against_names(options, device)
     if options.plot:
         plot.check_installed()

@@ -14,15 +14,18 @@ from dsmoe_op.cli.peers import OURS
 COLUMNS = 3
 
 
-def check_installed() -> None:
+def check_installed(what: str = "--plot") -> None:
     """
+    Args:
+        what: needs it, for the error.
+
     Raises:
         CommandError: there is no matplotlib.
     """
     try:
         import matplotlib  # noqa: F401
     except ImportError as error:
-        raise CommandError(f"--plot: matplotlib cannot be imported ({error}): pip install 'dsmoe_op[bench]'") from None
+        raise CommandError(f"{what}: matplotlib cannot be imported ({error}): pip install 'dsmoe_op[bench]'") from None
 
 
 def save(cells: Sequence[Cell], path: Path, title: str) -> list[Path]:
@@ -43,11 +46,17 @@ def save(cells: Sequence[Cell], path: Path, title: str) -> list[Path]:
         axis.set_visible(False)
     figure.suptitle(title, fontsize=12)
     figure.tight_layout(rect=(0, 0, 1, 0.97))
+    paths = save_figure(figure, path)
+    pyplot.close(figure)
+    return paths
+
+
+def save_figure(figure: Any, path: Path) -> list[Path]:
+    """Writes path with the suffixes .png and .svg, and returns both."""
     base = path.with_suffix("") if path.suffix in (".png", ".svg") else path
     paths = [base.with_name(base.name + suffix) for suffix in (".png", ".svg")]
     for target in paths:
         figure.savefig(target, dpi=150)
-    pyplot.close(figure)
     return paths
 
 

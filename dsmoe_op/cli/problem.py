@@ -96,16 +96,17 @@ class Problem:
         """[T, H] each. No row's choice hangs on a rounding of its logits, or candidates would differ in that alone."""
         found = []
         for i in range(self.count(T)):
-            x = self._draw(T)
+            x = self.draw(T)
             for _ in range(20):
                 unclear = self._unclear(x, self.at(i))
                 if not len(unclear):
                     break
-                x[unclear] = self._draw(len(unclear))
+                x[unclear] = self.draw(len(unclear))
             found.append(x)
         return found
 
-    def _draw(self, rows: int) -> Tensor:
+    def draw(self, rows: int) -> Tensor:
+        """Random [rows, H]."""
         x = torch.randn(rows, self.shape.H, device=self.device, generator=self.generator)
         return x.to(DTYPES[self.dtype])
 

@@ -11,7 +11,6 @@ import torch
 from dsmoe_op.checks import SCHEDULES
 from dsmoe_op.cli import arguments, output, profiling, small_models
 from dsmoe_op.cli.comparison import DTYPES, NOISE_FACTOR, NOISE_FLOOR, Job, Result, Row, compare
-from dsmoe_op.cli.output import CommandError
 
 PROMPT = (
     "A mixture-of-experts layer sends each token to a few of its experts and adds what a shared expert makes of every "
@@ -152,24 +151,11 @@ def add_parser(subparsers: Any) -> None:
         "for the op, decodes again in each mode asked for, and compares tokens, logits and speed. "
         "Exit code 0: they match; 1: they do not; 2: it could not run.",
     )
-    families = sorted(small_models.FAMILIES)
     add = parser.add_argument
-    add(
-        "--family",
-        default="deepseek_v3",
-        choices=families,
-        metavar="NAME",
-        help=f"one of {_list(families)} (deepseek_v3)",
-    )
-    add(
-        "--layers",
-        type=arguments.integer(2, 128),
-        default=4,
-        metavar="N",
-        help="some families keep the first dense (4)",
-    )
-    add("--hidden", type=arguments.integer(64, 8192, 64), default=256, metavar="N", help="a multiple of 64 (256)")
-    add("--experts", type=arguments.integer(2, 1024), default=16, metavar="N", help="routed experts of a layer (16)")
+    family = "deepseek_v3"
+    names = f"one of {_list(sorted(small_models.FAMILIES))} ({family})"
+    add("--family", choices=sorted(small_models.FAMILIES), default=family, metavar="NAME", help=names)
+    small_models.add_size(parser)
     add("--dtype", choices=list(DTYPES), default="fp32", help="(fp32)")
     add("--device", type=arguments.device, metavar="NAME", help="cpu, cuda or cuda:N (cuda where there is one)")
     add("--prompt", type=arguments.text, default=PROMPT, metavar="TEXT", help="its bytes are the tokens (a paragraph)")
@@ -188,21 +174,13 @@ def add_parser(subparsers: Any) -> None:
 
 
 def _command(options: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
-    try:
-        installed = small_models.installed()
-    except ImportError as error:
-        raise CommandError(f"transformers cannot be imported ({error}): pip install 'dsmoe_op[run]'") from None
-    if options.family not in installed:
-        import transformers
-
-        lacks = f"transformers {transformers.__version__} has no {options.family}"
-        parser.error(f"argument --family: {lacks} (choose from {_list(installed)})")
+    small_models.check_installed(options.family, parser)
     sizes = options.cuda_graph_bs or SIZES
     between = [n for n in range(1, sizes[-1]) if n not in sizes][:1]
     requests = options.requests or tuple(sorted({*sizes, *between}))
     if requests[-1] > sizes[-1]:
         parser.error(f"argument --requests: expected at most {sizes[-1]}, the largest size, got {requests[-1]}")
-    size = small_models.Size(layers=options.layers, hidden=options.hidden, experts=options.experts)
+    size = small_models.size(options)
     try:
         length = len(options.prompt.encode())
     except UnicodeEncodeError as error:

@@ -145,6 +145,19 @@ def parse_shapes(text: str) -> tuple[Shape, ...]:
     return tuple({shape.name: shape for shape in map(parse_shape, text.split(","))}.values())
 
 
+def gpu_refuses(shape: Shape) -> str | None:
+    """Why the kernels do not take a shape; None where they do."""
+    odd = [f"{letter}={getattr(shape, letter)}" for letter in "HIS" if getattr(shape, letter) % 16]
+    return f"expected multiples of 16 on a GPU, got {odd[0]}" if odd else None
+
+
+def fused_refuses(shape: Shape) -> str | None:
+    """Why a shape has no schedule "fused"; None where it has."""
+    if shape.S % shape.I:
+        return f"fused needs S a multiple of I, and {shape.name} has {shape.S} and {shape.I}"
+    return None
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Ceilings:
     """What a machine does at best.

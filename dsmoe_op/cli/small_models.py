@@ -6,6 +6,7 @@ transformers is imported at the first call.
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import importlib
 import importlib.util
@@ -15,6 +16,9 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+
+from dsmoe_op.cli import arguments
+from dsmoe_op.cli.output import CommandError
 
 VOCAB = 320
 """The 256 bytes, and room for special tokens."""
@@ -188,6 +192,36 @@ def installed() -> list[str]:
     """
     importlib.import_module("transformers")
     return [name for name, family in FAMILIES.items() if importlib.util.find_spec(family.folder) is not None]
+
+
+def check_installed(name: str, parser: argparse.ArgumentParser) -> None:
+    """Ends the command where there is no such family.
+
+    Raises:
+        CommandError: there is no transformers.
+    """
+    try:
+        names = installed()
+    except ImportError as error:
+        raise CommandError(f"transformers cannot be imported ({error}): pip install 'dsmoe_op[run]'") from None
+    if name not in names:
+        import transformers
+
+        lacks = f"transformers {transformers.__version__} has no {name}"
+        parser.error(f"argument --family: {lacks} (choose from {', '.join(names)})")
+
+
+def add_size(parser: Any) -> None:
+    """The arguments that `size` reads."""
+    add = parser.add_argument
+    layers = arguments.integer(2, 128)
+    add("--layers", type=layers, default=4, metavar="N", help="some families keep the first dense (4)")
+    add("--hidden", type=arguments.integer(64, 8192, 64), default=256, metavar="N", help="a multiple of 64 (256)")
+    add("--experts", type=arguments.integer(2, 1024), default=16, metavar="N", help="routed experts of a layer (16)")
+
+
+def size(options: argparse.Namespace) -> Size:
+    return Size(layers=options.layers, hidden=options.hidden, experts=options.experts)
 
 
 def build(name: str, size: Size, *, dtype: torch.dtype, device: torch.device | str, seed: int) -> nn.Module:
