@@ -128,9 +128,10 @@ def _faults(account: _Account, routed: set[int], shared: set[int]) -> tuple[set[
             for node in mine.intersection(section):
                 if any(graph.ordered(node, other) for other in beside):
                     wrong.add(node)
-                    paths.append(graph.path(beside, node))
+                    to, off = graph.path(beside, node), (graph.path([node], other) for other in beside)
+                    paths += [to] if to else filter(None, off)
     # Of chains as short, one that a shared kernel ends: it is the shared work that was to wait for nothing.
-    return wrong, min(filter(None, paths), key=lambda path: (len(path), path[-1] not in shared, path), default=[])
+    return wrong, min(paths, key=lambda path: (len(path), path[-1] not in shared, path), default=[])
 
 
 def _ordered(account: _Account, wrong: set[int], path: list[int], routed: set[int], shared: set[int]) -> str:
@@ -149,7 +150,7 @@ def _ordered(account: _Account, wrong: set[int], path: list[int], routed: set[in
 class _Account:
     """The kernels of a graph in order, a line each, and those between a fork and its join a line for each lane."""
 
-    MOST_LINES, MOST_KERNELS, MOST_LETTERS = 40, 12, 72
+    MOST_LINES, MOST_KERNELS, MOST_LETTERS = 40, 12, 100
 
     def __init__(self, graph: Graph) -> None:
         self.graph = graph
@@ -194,7 +195,7 @@ def _short(name: str, most: int) -> str:
                 name = name[:place]
                 break
     if len(name) > most:
-        tail = most // 3
+        tail = most // 5
         name = f"{name[: most - tail - 3]}...{name[-tail:]}"
     return name
 

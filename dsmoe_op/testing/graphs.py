@@ -17,6 +17,8 @@ from typing import Any
 
 import torch
 
+from dsmoe_op import streams
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Node:
@@ -192,8 +194,7 @@ def captured_graph(fn: Callable[[], object]) -> Graph:
                 own.append(error)
                 raise
     except Exception as error:
-        with contextlib.suppress(Exception):  # torch 2.11 leaves the allocator in a capture that could not end
-            torch._C._cuda_endAllocateToPool(device, pool)
+        _leave_capture(device, pool, stream)
         raise RuntimeError(_why_not_captured(own[0] if own else error)) from error
     return read_graph(graph.raw_cuda_graph(), driver)
 
@@ -210,8 +211,21 @@ def _driver() -> Any:
 
 @functools.cache
 def _stream(device: int) -> torch.cuda.Stream:
-    """The stream of all captures here: a side stream is kept for each stream that ever called a layer."""
-    return torch.cuda.Stream(device)
+    """The stream of all captures here, not of PyTorch's pool: from its 32 streams `fn` may have its side stream."""
+    return streams.make_streams(device, 1)[0]
+
+
+def _leave_capture(device: int, pool: Any, stream: torch.cuda.Stream) -> None:
+    """After a capture that could not end: torch 2.11 would go on as in it, with memory and with random numbers."""
+    with contextlib.suppress(Exception):
+        torch._C._cuda_endAllocateToPool(device, pool)
+    # A capture that ends sets the random numbers right.
+    with (
+        contextlib.suppress(Exception),
+        torch.cuda.stream(stream),
+        torch.cuda.graph(torch.cuda.CUDAGraph(), stream=stream, capture_error_mode="thread_local"),
+    ):
+        torch.zeros(1, device="cuda")
 
 
 def _why_not_captured(error: Exception) -> str:
@@ -301,31 +315,36 @@ def _edges(driver: Any, raw: Any, count: int) -> list[tuple[int, int]]:
 
 
 def _node(driver: Any, handle: Any) -> Node:
-    try:
-        (kind,) = _ask(driver.cuGraphNodeGetType, handle)
-        word = kind.name.removeprefix("CU_GRAPH_NODE_TYPE_").lower().replace("_", " ")
-    except ValueError:  # newer than these bindings
-        word = "unknown"
-    if word != "kernel":
-        word = _KINDS.get(word, word)
-        return Node(word, word)
-    function, name = 0, "(a kernel whose name the driver does not tell)"
+    """A node that the driver or its bindings cannot describe has a name that says so."""
+    kind, name, function = "unknown", "", 0
     with contextlib.suppress(RuntimeError):
-        (params,) = _ask(driver.cuGraphKernelNodeGetParams, handle)
-        function = int(params.func) or int(params.kern)
-        get, of = (driver.cuFuncGetName, params.func) if int(params.func) else (driver.cuKernelGetName, params.kern)
-        (found,) = _ask(get, of)
-        name = _demangled(found.decode() if isinstance(found, bytes) else found)
-    return Node(word, name, function)
+        (found,) = _ask(driver.cuGraphNodeGetType, handle)
+        kind = found.name.removeprefix("CU_GRAPH_NODE_TYPE_").lower().replace("_", " ")
+        kind = _KINDS.get(kind, kind)
+    if kind == "kernel":
+        name = "(a kernel without a known name)"
+        with contextlib.suppress(RuntimeError):
+            (params,) = _ask(driver.cuGraphKernelNodeGetParams, handle)
+            function = int(params.func) or int(params.kern)
+            if int(params.func):
+                (found,) = _ask(driver.cuFuncGetName, params.func)
+            else:
+                (found,) = _ask(driver.cuKernelGetName, params.kern)
+            name = _demangled(found.decode())
+    return Node(kind, name or kind, function)
 
 
 def _demangled(name: str) -> str:
     demangle = getattr(torch._C, "_demangle", None)
-    return demangle(name) if demangle else name
+    # A C name stays as it is: as a C++ one `f` would mean float.
+    return demangle(name) if demangle and name.startswith("_Z") else name
 
 
 def _ask(function: Callable[..., Any], *args: Any) -> list[Any]:
-    error, *found = function(*args)
+    try:
+        error, *found = function(*args)
+    except (KeyError, ValueError) as unknown:  # a value of the driver's that is newer than its bindings
+        raise RuntimeError(f"{function.__name__} gave what cuda-bindings does not know: {unknown}") from unknown
     if int(error):
-        raise RuntimeError(f"{function.__name__} failed: {getattr(error, 'name', error)}")
+        raise RuntimeError(f"{function.__name__} failed: {error.name}")
     return found
