@@ -181,6 +181,13 @@ def test_layers_are_counted_by_their_forks() -> None:
     assert not passes(graph, re.compile(r"_0_\d"), re.compile(r"_1_\d"), layers=count + 1)
 
 
+def test_with_names_forks_of_other_work_do_not_count_as_layers() -> None:
+    graph = made("q k attend r s join", "q>attend k>attend>r>join attend>s>join")
+    assert passes(graph, layers=2)
+    assert passes(graph, re.compile("^r"), re.compile("^s"), layers=1)
+    assert not passes(graph, re.compile("^r"), re.compile("^s"), layers=2)
+
+
 def test_with_names_no_kernel_of_a_fork_is_ordered_with_the_other_kind_and_none_is_alone() -> None:
     verdicts = []
     while len(verdicts) < 300:
@@ -350,6 +357,18 @@ def test_long_accounts_show_both_ends() -> None:
             *(f"#{i + 2} k{i}" for i in range(num - 6, num)),
         ]
     )
+
+
+@pytest.mark.parametrize("place", [0, 19, 20, 21, 50, 78, 79, 80, 81, 98])
+def test_long_accounts_of_named_kernels_show_what_is_around_them(place) -> None:
+    names = [f"k{i}" for i in range(100)]
+    names[place : place + 2] = "routed", "shared"
+    lines = account(made(" ".join(names), ">".join(names)), "routed", "shared").splitlines()[4:]
+    start = min(max(place + 1 - 20, 0), 60)
+    shown = [f"  #{i + 1} {names[i]}" for i in range(start, start + 40)]
+    before, after = ([f"  ... {n} more ..."] if n else [] for n in (start, 60 - start))
+    assert lines == [*before, *shown, *after]
+    assert {f"  #{place + 1} routed", f"  #{place + 2} shared"} <= set(shown)
 
 
 @pytest.mark.parametrize(
@@ -535,8 +554,10 @@ def test_a_call_inside_a_capture_is_refused(cuda) -> None:
         captured_graph(lambda: pytest.fail("called"))
 
 
-def test_a_machine_without_a_gpu_is_told_so(monkeypatch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+@pytest.mark.parametrize(("available", "version"), [(False, "13.0"), (True, None)])
+def test_a_machine_without_an_nvidia_gpu_is_told_so(monkeypatch, available, version) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: available)
+    monkeypatch.setattr(torch.version, "cuda", version)
     with pytest.raises(RuntimeError, match="expected an NVIDIA GPU, found none"):
         assert_dual_stream(lambda: pytest.fail("called"))
 

@@ -128,8 +128,9 @@ def _faults(account: _Account, routed: set[int], shared: set[int]) -> tuple[set[
             for node in mine.intersection(section):
                 if any(graph.ordered(node, other) for other in beside):
                     wrong.add(node)
-                    to, off = graph.path(beside, node), (graph.path([node], other) for other in beside)
-                    paths += [to] if to else filter(None, off)
+                    earlier = graph.path(beside, node)
+                    later = [] if earlier else [graph.path([node], other) for other in beside]
+                    paths += filter(None, [earlier, *later])
     # Of chains as short, one that a shared kernel ends: it is the shared work that was to wait for nothing.
     return wrong, min(paths, key=lambda path: (len(path), path[-1] not in shared, path), default=[])
 
@@ -143,7 +144,7 @@ def _ordered(account: _Account, wrong: set[int], path: list[int], routed: set[in
     )
     return (
         f"{_EXPECTED}, but the {last} kernel {account.name(path[-1])} waits for the {first} kernel "
-        f"{account.name(path[0])}:\n  edges: {chain}\nnot beside the other branch: {counts}\n{account}"
+        f"{account.name(path[0])}:\n  edges: {chain}\nnot beside the other branch: {counts}\n{account.text(path[-1])}"
     )
 
 
@@ -162,8 +163,14 @@ class _Account:
         return f"#{node + 1} {_short(self.graph.nodes[node].name, self.MOST_LETTERS)}"
 
     def __str__(self) -> str:
+        return self.text()
+
+    def text(self, near: int | None = None) -> str:
+        """Of many lines those around this node, or else the first and the last."""
         lines: list[str] = []
+        line_of: dict[int, int] = {}
         for section in self.sections:
+            line_of |= dict.fromkeys(section, len(lines))
             if len(section) == 1:
                 lines.append(f"  {self.name(section[0])}")
                 continue
@@ -173,7 +180,12 @@ class _Account:
                 names = [self.name(node) for node in lane if node in here]
                 if names:
                     lines.append(f"    lane {number}: {', '.join(_ends(names, self.MOST_KERNELS))}")
-        return "\n".join(_ends(lines, self.MOST_LINES, "  "))
+        more = len(lines) - self.MOST_LINES
+        if near is None or more <= 0:
+            return "\n".join(_ends(lines, self.MOST_LINES, "  "))
+        start = min(max(line_of[near] - self.MOST_LINES // 2, 0), more)
+        first, last = ([f"  ... {left_out} more ..."] if left_out else [] for left_out in (start, more - start))
+        return "\n".join([*first, *lines[start : start + self.MOST_LINES], *last])
 
 
 def _ends(items: list[str], most: int, indent: str = "") -> list[str]:
