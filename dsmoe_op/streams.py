@@ -45,7 +45,7 @@ def _alt_of(device: int, handle: int) -> torch.cuda.Stream:
         if key not in _own:
             if not _free[device]:
                 with relaxed_capture():
-                    _free[device] = _make_streams(device, _AHEAD)
+                    _free[device] = make_streams(device, _AHEAD)
             _own[key] = _free[device].pop()
         return _own[key]
 
@@ -149,7 +149,7 @@ def relaxed_capture() -> Iterator[None]:
         _check(cuda.cuThreadExchangeStreamCaptureMode(ctypes.byref(mode)), "cuThreadExchangeStreamCaptureMode")
 
 
-def _make_streams(device: int, count: int) -> list[torch.cuda.Stream]:
+def make_streams(device: int, count: int) -> list[torch.cuda.Stream]:
     """New streams on `device`, of the highest priority and not ordered with the default stream."""
     cuda = ctypes.CDLL("libcuda.so.1")
     non_blocking = 1

@@ -10,65 +10,28 @@ import torch
 from gpu import LAUNCHES, SHARED, needs_gpu
 
 from dsmoe_op import dual_stream_moe
+from dsmoe_op.testing import Graph, captured_graph
 
 pytestmark = needs_gpu
 
 LAYERS = 64
 
 
-class Graph:
-    """Nodes of a captured graph by number, in an order that its edges allow.
+def graph_of(x: torch.Tensor, args: dict[str, Any], *, layers: int, schedule: str) -> Graph:
+    def call() -> None:
+        y = x
+        for _ in range(layers):
+            y = dual_stream_moe(y, **args, schedule=schedule)
 
-    Attributes:
-        kernels: the handle of the function that each node launches.
-        before: for each node, the set of those that it runs after, as bits.
-    """
+    pytest.importorskip("cuda.bindings.driver")
+    graph = captured_graph(call)
+    assert {node.kind for node in graph.nodes} == {"kernel"}
+    return graph
 
-    def __init__(self, x: torch.Tensor, args: dict[str, Any], *, layers: int, schedule: str) -> None:
-        driver = pytest.importorskip("cuda.bindings.driver")
 
-        def ask(function: Any, *given: Any) -> list[Any]:
-            error, *found = function(*given)
-            assert int(error) == 0, error
-            return found
-
-        graph = torch.cuda.CUDAGraph(keep_graph=True)
-        with torch.cuda.graph(graph):
-            y = x
-            for _ in range(layers):
-                y = dual_stream_moe(y, **args, schedule=schedule)
-        raw = driver.CUgraph(graph.raw_cuda_graph())
-        _, count = ask(driver.cuGraphGetNodes, raw, 0)
-        nodes, count = ask(driver.cuGraphGetNodes, raw, count)
-        starts, ends, *_, edges = ask(driver.cuGraphGetEdges, raw, 8 * count)
-        parents: dict[int, set[int]] = {int(node): set() for node in nodes}
-        for start, end in zip(starts[:edges], ends[:edges], strict=True):
-            parents[int(end)].add(int(start))
-
-        handles = {}
-        for node in nodes:
-            (kind,) = ask(driver.cuGraphNodeGetType, node)
-            assert kind == driver.CUgraphNodeType.CU_GRAPH_NODE_TYPE_KERNEL, kind
-            (params,) = ask(driver.cuGraphKernelNodeGetParams, node)
-            handles[int(node)] = int(params.func) or int(params.kern)
-
-        order: dict[int, int] = {}
-        self.kernels: list[int] = []
-        self.before: list[int] = []
-        while len(order) < count:
-            ready = [node for node, its in parents.items() if node not in order and its <= order.keys()]
-            assert ready
-            for node in ready:
-                order[node] = len(self.kernels)
-                self.kernels.append(handles[node])
-                before = [order[parent] for parent in parents[node]]
-                bits = 0
-                for i in before:
-                    bits |= 1 << i | self.before[i]
-                self.before.append(bits)
-
-    def ordered(self, a: int, b: int) -> bool:
-        return bool(self.before[b] >> a & 1 or self.before[a] >> b & 1)
+def functions(graph: Graph) -> list[int]:
+    """The handle of the function that each node launches."""
+    return [node.function for node in graph.nodes]
 
 
 @pytest.fixture(scope="module")
@@ -82,20 +45,20 @@ def call(blocks) -> tuple[torch.Tensor, dict[str, Any]]:
 @pytest.fixture(scope="module")
 def names(call) -> dict[int, str]:
     """Which launch a kernel is: one layer on one stream issues them in the order that is known."""
-    graph = Graph(*call, layers=1, schedule="serial")
-    assert len(graph.kernels) == len(LAUNCHES["serial"])
-    assert len(set(graph.kernels)) == len(LAUNCHES["serial"])
-    found = dict(zip(graph.kernels, LAUNCHES["serial"], strict=True))
+    kernels = functions(graph_of(*call, layers=1, schedule="serial"))
+    assert len(kernels) == len(LAUNCHES["serial"])
+    assert len(set(kernels)) == len(LAUNCHES["serial"])
+    found = dict(zip(kernels, LAUNCHES["serial"], strict=True))
     # On two streams the experts' launch is another binary, and one after it ends the layer.
-    others = [kernel for kernel in Graph(*call, layers=1, schedule="dual").kernels if kernel not in found]
+    others = [kernel for kernel in functions(graph_of(*call, layers=1, schedule="dual")) if kernel not in found]
     return found | dict(zip(others, ("experts", "finalize"), strict=True))
 
 
 def layers_of(graph: Graph, names: dict[int, str]) -> list[dict[str, int]]:
     """For each layer, its nodes by launch: it lies between two of the finalize nodes, which are in order."""
-    ends = [i for i, kernel in enumerate(graph.kernels) if names[kernel] == "finalize"]
+    ends = [i for i, kernel in enumerate(functions(graph)) if names[kernel] == "finalize"]
     layers: list[dict[str, int]] = [{} for _ in range(LAYERS)]
-    for node, kernel in enumerate(graph.kernels):
+    for node, kernel in enumerate(functions(graph)):
         layer = layers[sum(graph.before[node] >> end & 1 for end in ends)]
         assert names[kernel] not in layer
         layer[names[kernel]] = node
@@ -104,13 +67,13 @@ def layers_of(graph: Graph, names: dict[int, str]) -> list[dict[str, int]]:
 
 @pytest.fixture(scope="module")
 def dual(call, names) -> tuple[Graph, list[dict[str, int]]]:
-    graph = Graph(*call, layers=LAYERS, schedule="dual")
+    graph = graph_of(*call, layers=LAYERS, schedule="dual")
     return graph, layers_of(graph, names)
 
 
 def test_a_graph_holds_the_launches_of_its_layers_and_nothing_else(dual) -> None:
     graph, layers = dual
-    assert len(graph.kernels) == LAYERS * len(LAUNCHES["dual"])
+    assert len(graph.nodes) == LAYERS * len(LAUNCHES["dual"])
     assert all(layer.keys() == set(LAUNCHES["dual"]) for layer in layers)
 
 
@@ -144,5 +107,5 @@ def test_each_branch_is_one_lane(dual) -> None:
 
 
 def test_the_control_serial_has_one_lane(call) -> None:
-    graph = Graph(*call, layers=3, schedule="serial")
-    assert all(graph.ordered(a, b) for a, b in itertools.combinations(range(len(graph.kernels)), 2))
+    graph = graph_of(*call, layers=3, schedule="serial")
+    assert all(graph.ordered(a, b) for a, b in itertools.combinations(range(len(graph.nodes)), 2))

@@ -84,7 +84,7 @@ def test_a_finalize_that_is_called_later_does_not_depend_on_timing(block) -> Non
 def test_a_thread_that_has_used_no_cuda_yet_can_make_side_streams() -> None:
     def make() -> int:
         with streams.relaxed_capture():
-            return len({stream.cuda_stream for stream in streams._make_streams(0, 2)})
+            return len({stream.cuda_stream for stream in streams.make_streams(0, 2)})
 
     with ThreadPoolExecutor(1) as pool:
         assert pool.submit(make).result() == 2

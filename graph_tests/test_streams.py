@@ -36,7 +36,7 @@ class Table:
 
         monkeypatch.setattr(torch.cuda, "Stream", FakeStream)
         monkeypatch.setattr(streams, "relaxed_capture", relaxed_capture)
-        monkeypatch.setattr(streams, "_make_streams", self.make)
+        monkeypatch.setattr(streams, "make_streams", self.make)
         monkeypatch.setattr(streams, "_free", defaultdict(list))
         monkeypatch.setattr(streams, "_own", {})
         monkeypatch.setattr(streams, "_given", {})

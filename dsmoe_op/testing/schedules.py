@@ -1,4 +1,4 @@
-"""Tools that show a schedule to be safe."""
+"""What is wrong with a schedule: a proof over its launches and waits, as data."""
 
 from __future__ import annotations
 
