@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import math
 import pathlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -412,6 +414,20 @@ def test_a_static_scale_of_gates_and_ups_input_is_the_larger_of_the_two():
     assert tensors["shared_w2_input_scale"] == down
 
 
+def test_static_scales_mean_one_scale_a_tensor_where_a_block_would_be_as_large():
+    state = {
+        "experts.gate_up_proj": e4m3(E * 2 * S, 112).view(E, 2 * S, 112),
+        "experts.gate_up_proj_scale_inv": factor(E, 2, 1),
+        "experts.gate_up_proj_activation_scale": factor(E),
+        "experts.down_proj": e4m3(E * 112, S).view(E, 112, S),
+        "experts.down_proj_scale_inv": factor(E, 1, 1),
+        "experts.down_proj_activation_scale": factor(E),
+    }
+    config, tensors = load_block(state, config=CONFIG)
+    assert config.routed_format == "fp8_tensor"
+    assert torch.equal(tensors["w13_scale"], state["experts.gate_up_proj_scale_inv"].squeeze(-1))
+
+
 @pytest.mark.parametrize(
     ("key", "argument", "shape"),
     [
@@ -477,10 +493,6 @@ def test_each_tensor_is_let_go_before_the_next_expert_is_read():
 
 
 def test_a_mapping_that_reads_the_file_will_do(tmp_path):
-    from collections.abc import Mapping
-
-    from safetensors import safe_open
-
     class Lazy(Mapping):
         def __init__(self, file: Any) -> None:
             self.file = file
@@ -628,9 +640,8 @@ REFUSED: dict[str, tuple[str, Callable[[Parts], None], str]] = {
         "DeepSeek fp8", with_(gate__weight=torch.rand(E, H).to(E4M3)), "gate.weight: expected bfloat16 or float16 or"
     ),
     "a bias of the shared expert": (
-        "not quantised",
-        with_(shared_experts__gate_proj__bias=torch.rand(S), shared_experts__up_proj__bias=torch.rand(S)),
-        "shared_experts.gate_proj.bias: expected no bias of the shared expert",
+        "not quantised", with_(shared_experts__down_proj__bias=torch.rand(H)),
+        "shared_experts.down_proj.bias: expected no bias of the shared expert",
     ),
 }  # fmt: skip
 
@@ -656,6 +667,7 @@ def test_a_gate_of_experts_whose_activation_has_none_is_refused():
 @pytest.mark.parametrize(
     ("name", "t", "text"),
     [
+        ("gate_up_proj", torch.zeros(2 * I, H).to(E4M3), "gate_up_proj: expected 3 dims, got [384, 160]"),
         ("down_proj", torch.zeros(E + 1, H, I).to(E4M3), "down_proj_scale_inv: expected 6 experts, got"),
         ("down_proj_activation_scale", torch.ones(E), "down_proj_activation_scale: expected none beside a fp8_block"),
         ("gate_up_proj_scale_inv", torch.ones(E, 5, 2), "gate_up_proj_scale_inv: expected [5, 4, 2] or [5, 3, 2], got"),
@@ -668,3 +680,16 @@ def test_tensors_of_all_experts_that_do_not_fit_are_refused_by_key(name, t, text
     with pytest.raises(ValueError) as error:  # noqa: PT011 (the text is compared below)
         load_block(state, PREFIX, config=CONFIG)
     assert str(error.value).startswith(f"{PREFIX}experts.{text}")
+
+
+def test_another_number_of_experts_in_w2_is_refused():
+    state, _ = fused_block(plain(torch.float32), {"weight": ""})
+    state[f"{PREFIX}experts.down_proj"] = torch.rand(E + 1, H, I)
+    with pytest.raises(ValueError, match=r"experts\.down_proj: expected 5 experts as \S*gate_up_proj has, got 6"):
+        load_block(state, PREFIX, config=CONFIG)
+
+
+def test_tensors_can_not_be_taken_out_of_what_is_no_dict():
+    state, _ = block(plain(torch.float32))
+    with pytest.raises(ValueError, match="consume: expected False unless state_dict is a dict, got a mappingproxy"):
+        load_block(MappingProxyType(state), PREFIX, config=CONFIG, consume=True)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, MutableMapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -128,6 +128,8 @@ def load_block(
             names the key. Nothing has been copied or taken out then.
     """
     prefix = f"{prefix}." if prefix and not prefix.endswith(".") else prefix
+    if consume and not isinstance(state_dict, MutableMapping):
+        raise ValueError(f"consume: expected False unless state_dict is a dict, got a {type(state_dict).__name__}")
     router, weights = _find(state_dict, prefix, config)
     for key in router.values():
         if state_dict[key].dtype not in MODEL_DTYPES:
@@ -187,9 +189,8 @@ def _find(
 ) -> tuple[dict[str, str], dict[str, _Linears]]:
     """Keys of the router's arguments and the linear layers of the weights, by argument name."""
     router: dict[str, str] = {}
-    owners: dict[
-        str, dict[str, _Linear]
-    ] = {}  # "experts.0", ..., "experts" for all, "shared_experts" -> gate, up, down
+    # "experts.0", "experts.1", ... or "experts" for all, and "shared_experts" -> gate, up, down.
+    owners: dict[str, dict[str, _Linear]] = {}
     unknown = []
     is_native = False
     for key in state_dict:
@@ -439,8 +440,9 @@ def _check_sizes(weights: dict[str, _Linears], found: dict[str, _Found]) -> None
         E, E_down = (one.tensors[""].shape[0] for one in (w13, w2))
         if first.has_experts and E_down != E:
             raise ValueError(f"{down.key('q')}: expected {E} experts as {first.key('q')} has, got {E_down}")
-        if side and "_bias" in {**w13.tensors, **w2.tensors}:
-            raise ValueError(f"{first.key('bias')}: expected no bias of the shared expert, got a tensor")
+        for linear, one in ((first, w13), (down, w2)):
+            if side and "_bias" in one.tensors:
+                raise ValueError(f"{linear.key('bias')}: expected no bias of the shared expert, got a tensor")
 
 
 def _name(found: _Found) -> str:
