@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import copy
 import gc
+import inspect
 import pickle
 import subprocess
 import sys
 import weakref
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,6 +19,7 @@ from hf_cases import relative_error
 from hf_model_cases import MODELS, make_model, tokens
 from torch import nn
 
+from dsmoe_op import MoEConfig, load_block
 from dsmoe_op.hf import replace_moe_blocks, swap
 from dsmoe_op.hf.shared import MergedMLP
 from dsmoe_op.module import DualStreamMoE
@@ -198,6 +201,32 @@ def test_an_unknown_moe_class_is_refused_by_name() -> None:
 
     with pytest.raises(ValueError, match=r"1\.mlp: .*StrangeMoE: expected a MoE block that is known"):
         replace_moe_blocks(nn.Sequential(nn.Identity(), nn.ModuleDict({"mlp": StrangeMoE()})))
+
+
+@pytest.mark.parametrize(
+    ("options", "name"),
+    [
+        ({"block_size": (128, 128)}, "fp8_block"),
+        ({"block_size": (128, 128), "scale_fmt": "ue8m0"}, "fp8_block"),
+        ({"activation_scheme": "static"}, "fp8_tensor"),
+        ({"expert_dtype": "fp4", "scale_fmt": "ue8m0"}, "mxfp4"),
+    ],
+)
+def test_fp8_experts_are_refused_by_name_and_load_from_their_state_dict(options: dict[str, Any], name: str) -> None:
+    cls = pytest.importorskip("transformers.integrations.finegrained_fp8").FP8Experts
+    if not options.keys() <= inspect.signature(cls).parameters.keys():
+        pytest.skip("transformers is older than that")
+    sizes = {"hidden_size": 160, "num_local_experts": 5, "moe_intermediate_size": 192, "hidden_act": "silu"}
+    model = make_model("deepseek_v3")
+    experts = model.model.layers[1].mlp.experts = cls(SimpleNamespace(**sizes), **options)
+    with pytest.raises(
+        ValueError, match=r"1\.mlp: \S*DeepseekV3MoE: experts: expected DeepseekV3\w*, got \S*FP8Experts"
+    ):
+        replace_moe_blocks(model)
+    config, tensors = load_block(experts.state_dict(prefix="experts."), config=MoEConfig(top_k=2))
+    assert config.routed_format == name
+    assert tensors["w13"].data_ptr() == experts.gate_up_proj.data_ptr()
+    assert tensors["w13_scale"].shape[0] == tensors["w2_scale"].shape[0] == 5
 
 
 def test_a_block_itself_is_sent_to_from_transformers() -> None:

@@ -43,7 +43,7 @@ def test_the_public_names_are_there():
     code = """
 import dsmoe_op
 names = "MoEConfig DualStreamMoE Unfinalized dual_stream_moe dual_stream_moe_unfinalized finalize prepare route "
-names += "replace_moe_blocks streams"
+names += "load_block replace_moe_blocks streams"
 print(*(n for n in names.split() if n not in dsmoe_op.__all__ or not hasattr(dsmoe_op, n)))
 print("triton" in sys.modules, "transformers" in sys.modules)
 """

@@ -3,6 +3,7 @@
 from dsmoe_op import streams
 from dsmoe_op.config import MoEConfig
 from dsmoe_op.hf import replace_moe_blocks
+from dsmoe_op.loading import load_block
 from dsmoe_op.module import DualStreamMoE
 from dsmoe_op.ops import Unfinalized, dual_stream_moe, dual_stream_moe_unfinalized, finalize, prepare, route
 
@@ -14,6 +15,7 @@ __all__ = [
     "dual_stream_moe",
     "dual_stream_moe_unfinalized",
     "finalize",
+    "load_block",
     "prepare",
     "replace_moe_blocks",
     "route",
