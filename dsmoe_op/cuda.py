@@ -199,6 +199,7 @@ class _Plan:
     ) -> None:
         dims, config, x = call.dims, call.config, layer.hidden_states
         present = frozenset(n for n in schedules.OPTIONAL if getattr(layer, n) is not None)
+        _check_gpu(config, x.device)
         shared_format = config.shared_format if dims.S else config.routed_format
         kind = tuning.layer_kind(x.dtype, allow_tf32, config.routed_format, shared_format)
         shape = tuning.LayerShape(kind, dims.H, dims.I, dims.E, dims.K, dims.S)
@@ -341,6 +342,20 @@ def _coded(layer: Layer, name: str, dims: Dims, config: MoEConfig) -> kernels.Co
     rows, columns = (halves * width, dims.H) if name.endswith("w13") else (dims.H, width)
     parts = formats.quantised(layer._asdict(), name)
     return kernels.coded(format, parts, rows, columns, halves, config.interleaves(name))
+
+
+def _check_gpu(config: MoEConfig, device: torch.device) -> None:
+    """
+    Raises:
+        ValueError: the GPU has no fp8 numbers, and a format has some.
+    """
+    if device.type != "cuda" or torch.cuda.get_device_capability(device) >= (8, 9):
+        return
+    for field in ("routed_format", "shared_format"):
+        name = getattr(config, field)
+        if name is not None and formats.E4M3 in formats.FORMATS[name].dtypes + formats.FORMATS[name].scale_dtypes:
+            got = ".".join(map(str, torch.cuda.get_device_capability(device)))
+            raise ValueError(f"{field}: expected a GPU of compute capability 8.9 or more for {name!r}, got {got}")
 
 
 def _is_copy(a: Tensor | None, b: Tensor | None) -> bool:
