@@ -193,13 +193,18 @@ class OneStream:
     handles: ClassVar = {"main": None, "alt": None}
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
-@pytest.mark.parametrize("name", CONFIGS)
-def test_calls_by_a_plan_compute_the_reference_each_on_its_own_tensors(monkeypatch, name, schedule) -> None:
+def on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Calls run in the interpreter, in order."""
     monkeypatch.setattr(cuda, "_on_device", contextlib.nullcontext)
     monkeypatch.setattr(cuda, "_prepare", lambda kind, launch: None)
     monkeypatch.setattr(streams, "lanes", lambda device: OneStream)
     monkeypatch.setattr(streams, "current_handle", lambda device: None)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("name", CONFIGS)
+def test_calls_by_a_plan_compute_the_reference_each_on_its_own_tensors(monkeypatch, name, schedule) -> None:
+    on_the_cpu(monkeypatch)
     way = random.choice(WAYS)
     check_calls_by_a_plan(schedule, lambda: make(name, way), TOLERANCE[torch.float32])
 
@@ -208,10 +213,7 @@ def test_calls_by_a_plan_compute_the_reference_each_on_its_own_tensors(monkeypat
 @pytest.mark.parametrize("T", [40, 150, 260])
 def test_calls_of_many_rows_by_a_plan_compute_the_reference_too(monkeypatch, T, schedule) -> None:
     """Tiles whose weights come by the copy engine, whose descriptors are made at each call."""
-    monkeypatch.setattr(cuda, "_on_device", contextlib.nullcontext)
-    monkeypatch.setattr(cuda, "_prepare", lambda kind, launch: None)
-    monkeypatch.setattr(streams, "lanes", lambda device: OneStream)
-    monkeypatch.setattr(streams, "current_handle", lambda device: None)
+    on_the_cpu(monkeypatch)
     check_calls_by_a_plan(
         schedule, lambda: make("scaled_output", "topk_ids", torch.float16, T=T, valid_tokens=T - 9), 3e-3
     )

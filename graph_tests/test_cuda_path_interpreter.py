@@ -16,7 +16,7 @@ import pytest
 from fixtures import counts_in
 
 FOLDER = pathlib.Path(__file__).parent
-CASES = ("cuda_path_cases", "guarded_cases")
+CASES = ("cuda_path_cases", "guarded_cases", "fuzz_cases")
 
 pytestmark = pytest.mark.xdist_group("cuda path")  # one process has the outcomes of all
 
