@@ -17,7 +17,8 @@ from unittest import mock
 
 import pytest
 import torch
-from cuda_path_cases import CONFIGS, SCHEDULES, make, same
+from cuda_path_cases import CONFIGS, SCHEDULES, make, on_the_cpu, same
+from gpu import Boom
 from layers import TOLERANCE, WAYS, error, make_layer, tensors_of
 from torch import Tensor
 
@@ -268,6 +269,26 @@ def test_a_launch_touches_what_its_schedule_says_and_nothing_else(kinds, counted
     assert not any((bits_of(t) == SECOND.bits(t)).any() for t in outputs if t.numel())
     out = outputs[0] if finalized else cpu.finalize(*outputs, x, args["config"])
     assert error(out, reference.moe(x, **args)) < TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_a_call_after_one_that_an_exception_ended_computes_the_same_bits(monkeypatch, schedule) -> None:
+    on_the_cpu(monkeypatch)
+    x, args = make("deepseek", random.choice(WAYS))
+    layer = Layer(**{name: {"hidden_states": x, **args}.get(name) for name in LAYER_FIELDS})
+    call = checks.Checked(checks.check_layer(layer, args["config"], schedule), args["config"], schedule)
+    expected, issue = cuda.moe(layer, call), cuda._Plan.issue
+    (plan,) = call.plans.values()
+    end = random.choice([step.name for step in plan.steps if isinstance(step, Launch)])
+
+    def failing(plan: cuda._Plan, table: kernels.Table, name: str, stream: int | None) -> None:
+        issue(plan, table, name, stream)
+        if name == end:
+            raise Boom
+
+    with mock.patch.object(cuda._Plan, "issue", failing), pytest.raises(Boom):
+        cuda.moe(layer, call)
+    assert same(cuda.moe(layer, call), expected)
 
 
 # --- the guard itself: each way to declare something wrong is seen ----------------------------------------------------
