@@ -170,7 +170,7 @@ def check(layer: dict[str, Any], counted: Any) -> None:
     if "topk_ids" in args:
         ids, weights = args["topk_ids"], args["topk_weights"]
     else:
-        counted("rows of them whose routing was held against float64", check_routing(x, args, pieces))
+        counted("rows of random layers with the routing of float64", check_routing(x, args, pieces))
         ids, weights = pieces.topk_ids, pieces.topk_weights
     for name, t in tensors_of(x, args).items():
         torch.testing.assert_close(t, given[name], rtol=0, atol=0, equal_nan=True)
