@@ -6,6 +6,7 @@ import pytest
 import torch
 from fixtures import (
     _fresh_random,
+    counted,
     cpp,
     device,
     fresh_dynamo,
@@ -13,10 +14,12 @@ from fixtures import (
     pytest_addoption,
     pytest_configure,
     pytest_report_header,
+    pytest_terminal_summary,
 )
 
 __all__ = [
     "_fresh_random",
+    "counted",
     "cpp",
     "device",
     "fresh_dynamo",
@@ -24,6 +27,7 @@ __all__ = [
     "pytest_addoption",
     "pytest_configure",
     "pytest_report_header",
+    "pytest_terminal_summary",
 ]
 
 

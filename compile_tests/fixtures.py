@@ -1,18 +1,22 @@
-"""Fixtures of both folders, imported by their conftests: device, and fresh random numbers that a seed brings back."""
+"""Fixtures of both folders, imported by their conftests: device, counts, random numbers that a seed brings back."""
 
 from __future__ import annotations
 
 import contextlib
+import itertools
+import json
 import pathlib
 import random
 import shutil
 import zlib
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from xml.etree import ElementTree
 
 import pytest
 import torch
 
-_SHOWN = pytest.StashKey[bool]()
+_SHOWN, _SUMMED = pytest.StashKey[bool](), pytest.StashKey[bool]()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -31,6 +35,35 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_report_header(config: pytest.Config) -> str | None:
     shown, config.stash[_SHOWN] = config.stash.get(_SHOWN, False), True
     return None if shown else f"random inputs: --seed {config.option.seed}"
+
+
+_COUNTED = "counted"
+
+
+@pytest.fixture
+def counted(record_property: Callable[[str, object], None]) -> Iterator[Callable[..., None]]:
+    """`counted(what, n=1)`: cases that a test has gone through; the run ends with the sums over all tests."""
+    counts: Counter[str] = Counter()
+    yield lambda what, n=1: counts.update({what: n})
+    record_property(_COUNTED, json.dumps(counts))
+
+
+def counts_in(junit: pathlib.Path) -> Counter[str]:
+    """What the tests of another process counted, from its report."""
+    properties = ElementTree.parse(junit).iter("property")
+    return _sum(p.get("value", "") for p in properties if p.get("name") == _COUNTED)
+
+
+def _sum(counts: Iterable[str]) -> Counter[str]:
+    return sum((Counter(json.loads(one)) for one in counts), Counter())
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    reports = (r for r in itertools.chain(*terminalreporter.stats.values()) if getattr(r, "when", "") == "teardown")
+    found = _sum(value for report in reports for name, value in report.user_properties if name == _COUNTED)
+    if found and not config.stash.get(_SUMMED, False):
+        config.stash[_SUMMED] = True
+        terminalreporter.write_line("counted: " + "; ".join(f"{n:,} {what}" for what, n in sorted(found.items())))
 
 
 @pytest.fixture(autouse=True)

@@ -6,15 +6,19 @@ rounding is no part of an error; the kernel's routing is held against the defini
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import itertools
 import math
 from unittest import mock
 
 import pytest
 import torch
+import torch.utils.deterministic
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from layers import error, make_layer, routing_of
+from layers import error, make_layer, moe_args, routing_of
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from dsmoe_op import (
     MoEConfig,
@@ -23,6 +27,7 @@ from dsmoe_op import (
     dual_stream_moe,
     dual_stream_moe_unfinalized,
     finalize,
+    ops,
     reference,
     route,
 )
@@ -71,7 +76,7 @@ EXPERTS = st.fixed_dictionaries(
     st.sampled_from([0, cpu.SORT_LOGITS]),
     SEEDS,
 )
-def test_routing_is_the_definitions_bit_for_bit(knobs, kind, has_bias, dtype, sort_logits, seed):
+def test_routing_is_the_definitions_bit_for_bit(counted, knobs, kind, has_bias, dtype, sort_logits, seed):
     torch.manual_seed(seed)
     knobs["n_group"], knobs["topk_group"] = knobs.pop("groups")
     config = MoEConfig(**knobs)
@@ -91,6 +96,7 @@ def test_routing_is_the_definitions_bit_for_bit(knobs, kind, has_bias, dtype, so
     expected = reference.route(logits.float(), config, correction_bias=bias, model_dtype=dtype)
     assert torch.equal(ids, expected[0].int())
     torch.testing.assert_close(weights, expected[1], rtol=0, atol=0, equal_nan=True)
+    counted("random routings with the definition's bits")
 
 
 @pytest.mark.parametrize("precision", ["highest", "medium"])
@@ -134,7 +140,7 @@ def test_logits_of_the_model_dtype_are_rounded_once(dtype, router_bias):
     st.integers(1, 40),
     SEEDS,
 )
-def test_every_knob_in_every_dtype(knobs, dtype, tensors, extra, shared, ranks, valid, T, seed):
+def test_every_knob_in_every_dtype(counted, knobs, dtype, tensors, extra, shared, ranks, valid, T, seed):
     torch.manual_seed(seed)
     config = MoEConfig(**knobs, **extra)
     x, layer = make_layer(T, way="topk_ids", config=config, dtype=dtype, **(tensors | shared | ranks | valid))
@@ -147,6 +153,7 @@ def test_every_knob_in_every_dtype(knobs, dtype, tensors, extra, shared, ranks, 
         assert error(out, expected) < TOLERANCE[dtype]
     pieces = dual_stream_moe_unfinalized(x, **layer)
     assert torch.equal(finalize(pieces, config=config, hidden_states=x), out)
+    counted("random layers held against the float64 definition")
 
 
 @pytest.mark.parametrize("onednn", [True, False])
@@ -306,3 +313,57 @@ def test_the_sum_ascends_in_k_and_is_rounded_once(dtype):
     shared = torch.full((1, 16), step / 2, dtype=dtype)
     out = finalize(Unfinalized(y, row_of, weights, row_of, shared), config=MoEConfig(top_k=3))
     assert torch.equal(out, torch.full((1, 16), 1 + step, dtype=dtype))  # 1 + 3/4 step, rounded
+
+
+@pytest.fixture
+def poisoned():
+    """torch.empty gives NaN, and the largest integer."""
+    assert torch.utils.deterministic.fill_uninitialized_memory
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("way", ["router_weight", "router_logits", "topk_ids"])
+def test_what_lies_in_fresh_memory_does_not_matter(way, dtype, request):
+    config = MoEConfig(top_k=4, num_zero_experts=3)
+    options = {"shared_gate": True, "expert_bias": True, "valid_tokens": 9, "E_global": 20}
+    x, layer = make_layer(11, way=way, config=config, dtype=dtype, **options)
+    out, pieces = dual_stream_moe(x, **layer), dual_stream_moe_unfinalized(x, **layer)
+    request.getfixturevalue("poisoned")
+    assert torch.empty(1).isnan()
+    assert torch.equal(dual_stream_moe(x, **layer), out)
+    for again, piece in zip(dual_stream_moe_unfinalized(x, **layer), pieces, strict=True):
+        assert torch.equal(again, piece)
+    assert torch.equal(finalize(pieces, config=config, hidden_states=x), out)
+
+
+class OutOfMemory(TorchDispatchMode):
+    """Lets one of PyTorch's operations fail, as if there were no memory for its result."""
+
+    def __init__(self, fail_at):
+        super().__init__()
+        self.left = fail_at
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.left -= 1
+        if self.left == -1 and not func.is_view:
+            raise torch.OutOfMemoryError(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+def test_an_operation_that_fails_ends_the_call_and_leaves_the_next_one_right(counted):
+    config = MoEConfig(top_k=4, num_zero_experts=3)
+    x, layer = make_layer(11, config=config, shared_gate=True, expert_bias=True, E_global=20)
+    call = functools.partial(ops._moe, *moe_args(x, layer))  # a mode sees no further into a registered op
+    expected = call()
+    with OutOfMemory(-1) as all_of_them:
+        call()
+    count = -1 - all_of_them.left
+    assert count > 30
+    for fail_at in range(count):
+        with contextlib.suppress(torch.OutOfMemoryError), OutOfMemory(fail_at):  # a view cannot fail
+            call()
+        assert torch.equal(call(), expected)
+        counted("calls ended by a failed allocation")

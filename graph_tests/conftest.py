@@ -13,11 +13,13 @@ import pytest
 import torch
 from fixtures import (
     _fresh_random,
+    counted,
     device,
     fresh_dynamo,
     pytest_addoption,
     pytest_configure,
     pytest_report_header,
+    pytest_terminal_summary,
 )
 from gpu import SCHEDULES, Block
 from layers import WAYS
@@ -26,11 +28,13 @@ from dsmoe_op import dual_stream_moe
 
 __all__ = [
     "_fresh_random",
+    "counted",
     "device",
     "fresh_dynamo",
     "pytest_addoption",
     "pytest_configure",
     "pytest_report_header",
+    "pytest_terminal_summary",
 ]
 
 

@@ -1,11 +1,7 @@
-"""A plan is one kind of call's launches, bound: what it fixes, what it leaves open, and what it does not keep alive.
-
-Triton's binder is real here; the binaries are fakes that write down what they are launched with.
-"""
+"""A plan is one kind of call's launches, bound: what it fixes, what it leaves open, and what it does not keep alive."""
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import itertools
 import sys
@@ -21,96 +17,16 @@ from torch import Tensor
 
 triton = pytest.importorskip("triton", reason="no triton")
 
-from triton.runtime.jit import JITFunction  # noqa: E402
+from fake_binaries import ALT, MAIN, Binary, Launcher, kinds_of, launches, log, named, plain, run  # noqa: E402
 from triton.tools.tensor_descriptor import TensorDescriptor  # noqa: E402
 
-from dsmoe_op import checks, cuda, kernels, ops, streams, tuning  # noqa: E402
+from dsmoe_op import checks, cuda, kernels, ops, tuning  # noqa: E402
 from dsmoe_op.checks import LAYER_FIELDS, Layer  # noqa: E402
 from dsmoe_op.kernels import launch as launch_module  # noqa: E402
 from dsmoe_op.kernels.launch import Bound, Direct, Recording  # noqa: E402
 
-MAIN, ALT = 70, 80
+__all__ = ["log"]  # a fixture
 BF16, FP32 = torch.bfloat16, torch.float32
-
-
-class Launcher:
-    """The form of Triton's launcher; 3.6 has no names between `function` and the rest."""
-
-    def __init__(self, log: list[tuple]) -> None:
-        self.log = log
-
-    def __call__(self, gridX, gridY, gridZ, stream, function, *args):
-        self.log.append(((gridX, gridY, gridZ), stream, function, *args))
-
-
-class Binary:
-    """A compiled kernel; `function` says of what, as Triton's own cache would tell binaries apart."""
-
-    packed_metadata = (4, 1, 0)
-
-    def __init__(self, function: object, log: list[tuple]) -> None:
-        self.function, self.run = function, Launcher(log)
-
-    def launch_metadata(self, grid, stream, *args):
-        return {"grid": grid, "stream": stream}
-
-
-@pytest.fixture
-def log(monkeypatch) -> list[tuple]:
-    """Launches, as the driver would get them. Layers are on the CPU in all but name."""
-    found: list[tuple] = []
-
-    def warmup(kernel: Any, *args: Any, grid: object, **meta: Any) -> Binary:
-        return Binary((kernel.fn.__name__, kinds_of(kernel, args), tuple(sorted(meta.items(), key=str))), found)
-
-    class Lanes:
-        handles = {"main": MAIN, "alt": ALT}  # noqa: RUF012
-
-        def wait(self, waiter: str, on: str) -> None:
-            found.append((waiter, on))
-
-    monkeypatch.setattr(JITFunction, "warmup", warmup)
-    monkeypatch.setattr(launch_module, "INTERPRET", False)
-    monkeypatch.setattr(cuda, "_prepare", lambda kind, launch: None)
-    monkeypatch.setattr(cuda, "_on_device", contextlib.nullcontext)
-    monkeypatch.setattr(streams, "lanes", lambda device: Lanes())
-    monkeypatch.setattr(streams, "current_handle", lambda device: MAIN)
-    monkeypatch.setattr(ops, "_backend", lambda x: cuda)
-    monkeypatch.setattr(checks, "_checked", {})
-    return found
-
-
-def kinds_of(kernel: Any, args: tuple[Any, ...]) -> tuple[object, ...]:
-    """What Triton specialises a kernel on in its arguments."""
-    return tuple(kind_of(param, arg) for param, arg in zip(kernel.params, args, strict=False))
-
-
-def kind_of(param: Any, value: Any) -> object:
-    if isinstance(value, launch_module._DESCRIPTORS):
-        return "descriptor", value.base.dtype, tuple(value.block_shape), getattr(value, "layout", None)
-    if isinstance(value, Tensor):
-        return value.dtype, param.do_not_specialize_on_alignment or value.data_ptr() % 16 == 0
-    if value is None:
-        return None
-    width = "i32" if -(2**31) <= value < 2**31 else "i64"
-    return width if param.do_not_specialize else (width, value == 1, value % 16 == 0)
-
-
-def run(x: Tensor, args: dict, *, schedule: str = "dual", entry: Any = ops._moe) -> Any:
-    given = {"hidden_states": x, **args}
-    tensors = [given.get(name) for name in LAYER_FIELDS[:16]]
-    return entry(*tensors, args["config"].key, schedule)
-
-
-def plain(value: Any) -> Any:
-    """All of a descriptor but its tensor; other values as they are."""
-    if isinstance(value, launch_module._DESCRIPTORS):
-        return tuple(value.shape), tuple(value.strides), tuple(value.block_shape)
-    return value
-
-
-def launches(log: list[tuple]) -> list[tuple]:
-    return [entry for entry in log if len(entry) > 2]
 
 
 # --- what tells plans apart -----------------------------------------------------------------------------------------
@@ -217,27 +133,14 @@ def test_calls_share_a_plan_only_where_their_launches_differ_in_addresses_alone(
     assert len(kept) > 10
 
 
-_LARGEST_SIZE = 2**20
-"""What is larger among a launch's arguments is an address."""
-
-
 @pytest.mark.parametrize("way", WAYS)
 def test_a_later_call_launches_the_same_on_its_own_tensors(log, way) -> None:
-    def addresses_of(x: Tensor, args: dict) -> dict[int, str]:
-        return {t.data_ptr(): n for n, t in {"x": x, **args}.items() if isinstance(t, Tensor)}
-
-    def named(x: Tensor, args: dict, out: Tensor) -> list[tuple]:
-        names = addresses_of(x, args) | {out.data_ptr(): "out"}
-        return [
-            tuple(names.get(a, "buffer") if isinstance(a, int) and a > _LARGEST_SIZE else a for a in entry)
-            for entry in launches(log)
-        ]
-
     found = []
     for _ in range(3):
         x, args = make_layer(3, way=way, dtype=BF16, shared_gate=True)
         log.clear()
-        found.append(named(x, args, run(x, args)))
+        out = run(x, args)
+        found.append(named(launches(log), {"x": x, **args, "out": out}))
     assert found[0] == found[1] == found[2]
     assert sum(len(call.plans) for call in checks._checked.values()) == 1
     used = {a for entry in found[0] for a in entry if isinstance(a, str)}

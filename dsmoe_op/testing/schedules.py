@@ -18,6 +18,7 @@ def check_schedule(steps: Iterable[Step], inputs: Collection[str], outputs: Coll
     outputs are read and its buffers handed to others after the last one.
 
     - Each launch runs after the call's beginning and before its end, so the side stream is forked and joined.
+    - The side stream is joined after a fork even if nothing is launched on it, as a capture demands.
     - What a launch reads is an input, or written by a launch that it runs after. Nothing writes an input.
     - Each buffer has one writer, and each output has one. The writer of "out" runs after all others.
     - A buffer that is updated has one launch that does it, after the writer, and every reader runs after it.
@@ -31,12 +32,17 @@ def check_schedule(steps: Iterable[Step], inputs: Collection[str], outputs: Coll
     """
     launches: list[Launch] = []
     before: list[set[int]] = []  # of each launch, those that it runs after
-    done: dict[StreamName, set[int]] = {"main": {-1}, "alt": set()}  # what comes before the next one; -1 is _BEGIN
+    # What comes before the next one. Below 0 are _BEGIN, -1, and each fork.
+    done: dict[StreamName, set[int]] = {"main": {-1}, "alt": set()}
+    forks: list[int] = []
     problems = []
     after_launch = {"main": False, "alt": False}
     for step in steps:
         if isinstance(step, Wait):
             done[step.waiter] |= done[step.on]
+            if step.waiter == "alt":
+                forks.append(-2 - len(forks))
+                done["alt"].add(forks[-1])
             after_launch[step.waiter] = False
         else:
             if step.early and not after_launch[step.stream]:
@@ -46,6 +52,8 @@ def check_schedule(steps: Iterable[Step], inputs: Collection[str], outputs: Coll
             done[step.stream].add(len(launches))
             launches.append(step)
 
+    if not done["main"].issuperset(forks):
+        problems.append(f"alt waits for main and is not joined before {_END}")
     writers: dict[str, list[int]] = {}
     updaters: dict[str, list[int]] = {}
     for i, launch in enumerate(launches):

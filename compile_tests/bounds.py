@@ -1,0 +1,260 @@
+"""How far a layer may be from the float64 definition: error bounds of its roundings, element by element.
+
+A value comes with a bound of its error. A rounding to a dtype adds its unit of roundoff times the value; n float32
+additions in any order add 2n units of float32 times the sum of absolute values; a function adds what its slope makes of
+its argument's error. No bound is a guess: only constants that cover an implementation's own choices are rounded up.
+
+Suffixes as in `dsmoe_op/reference.py`.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from dsmoe_op import MoEConfig, reference
+
+U32 = 2.0**-24
+SLOPE = 1.2  # of silu, gelu (either) and swiglu_oai's gate, whose steepest is 1.13
+FUNCTION = 8 * U32  # a float32 exp, erf, tanh, log, sqrt or quotient, relative
+
+
+def unit(dtype: torch.dtype) -> float:
+    return torch.finfo(dtype).eps / 2
+
+
+class Approx(NamedTuple):
+    """A float64 value and a bound of the distance at which a kernel's lies."""
+
+    value: Tensor
+    error: Tensor
+
+    @classmethod
+    def exact(cls, t: Tensor) -> Approx:
+        return cls(t.double(), torch.zeros(t.shape, dtype=torch.float64))
+
+    @property
+    def size(self) -> Tensor:
+        """At most this large, in absolute value."""
+        return self.value.abs() + self.error
+
+    def rounded(self, u: float, smallest: float = torch.finfo(torch.float32).tiny) -> Approx:
+        """With one more rounding, of unit u."""
+        return Approx(self.value, self.error + u * self.size + smallest)
+
+    def to(self, dtype: torch.dtype) -> Approx:
+        info = torch.finfo(dtype)
+        rounded = self.rounded(unit(dtype), info.smallest_normal * unit(dtype))
+        return Approx(self.value, rounded.error.masked_fill(rounded.size >= info.max, torch.inf))
+
+    def times(self, other: Approx) -> Approx:
+        error = self.error * other.size + self.value.abs() * other.error
+        return Approx(self.value * other.value, error).rounded(U32)
+
+    def plus(self, other: Approx) -> Approx:
+        return Approx(self.value + other.value, self.error + other.error).rounded(U32)
+
+    def __mul__(self, factor: float) -> Approx:  # type: ignore[override]
+        """Times an exact factor, without a rounding."""
+        return Approx(self.value * factor, self.error * abs(factor))
+
+    def linear(self, weight: Tensor) -> Approx:
+        """The product with an exact weight [.., N, n], summed in float32."""
+        weight = weight.double()
+        n = weight.shape[-1]
+        error = self.error @ weight.mT.abs() + 2 * (n + 2) * U32 * (self.size @ weight.mT.abs())
+        return Approx(self.value @ weight.mT, error)
+
+    def map(self, function: Any) -> Approx:
+        """Of a function that only picks elements."""
+        return Approx(function(self.value), function(self.error))
+
+
+def activation(h: Approx, config: MoEConfig, clamp: float | None, order: str) -> Approx:
+    """As `reference.activation`, whose clamps never enlarge an error."""
+    value = reference.activation(h.value, config, clamp=clamp, order=order)
+    limit = float("inf") if clamp is None else clamp
+    if not config.gated:
+        relu = Approx(h.value.clamp(0, limit), h.error)
+        return Approx(value, relu.times(relu).error)
+    pick = {
+        "interleaved": lambda t: (t[..., 0::2], t[..., 1::2]),
+        "gate_up": lambda t: t.chunk(2, -1),
+        "up_gate": lambda t: t.chunk(2, -1)[::-1],
+    }[order]
+    gate, up = (h.map(lambda t, i=i: pick(t)[i]) for i in (0, 1))
+    up = Approx(up.value.clamp(-limit, limit), up.error)
+    if not config.clamp_after_activation:
+        gate = Approx(gate.value.clamp(max=limit), gate.error)
+    if config.activation == "swiglu_oai":
+        up = Approx(up.value + 1, up.error).rounded(U32)
+    acted = Approx(gate.value, SLOPE * gate.error + FUNCTION * gate.size)  # it is at most as large as its argument
+    return Approx(value, acted.times(up).error)
+
+
+def moe(
+    hidden_states: Tensor,
+    topk_ids: Tensor,
+    topk_weights: Tensor,
+    *,
+    config: MoEConfig,
+    w13: Tensor,
+    w2: Tensor,
+    w13_bias: Tensor | None = None,
+    w2_bias: Tensor | None = None,
+    shared_w13: Tensor | None = None,
+    shared_w2: Tensor | None = None,
+    shared_gate: Tensor | None = None,
+    num_valid_tokens: Tensor | None = None,
+    expert_map: Tensor | None = None,
+) -> Tensor:
+    """The bound [T, H] of the layer's output for these ids and float32 weights, against `reference.moe`."""
+    dtype = hidden_states.dtype
+    x_TH = Approx.exact(hidden_states.reshape(-1, hidden_states.shape[-1]))
+    T, H = x_TH.value.shape
+
+    def products(x: Approx, w13: Tensor, w2: Tensor, b13: Tensor | None, b2: Tensor | None, *how: Any) -> Approx:
+        h = x.linear(w13).to(dtype)
+        h = h if b13 is None else h.plus(Approx.exact(b13))
+        h = activation(h, config, *how).to(dtype)
+        y = h.linear(w2).to(dtype)
+        return y if b2 is None else y.plus(Approx.exact(b2)).to(dtype)
+
+    terms_TH = torch.zeros(T, H, dtype=torch.float64)  # bounds of the terms, and of how large they are
+    sizes_TH = torch.zeros(T, H, dtype=torch.float64)
+
+    def add(token: Tensor, term: Approx) -> None:
+        terms_TH.index_add_(0, token, term.error)
+        sizes_TH.index_add_(0, token, term.size)
+
+    num_routed = len(w13) if expert_map is None else len(expert_map)
+    for expert in topk_ids.unique().tolist():
+        token, slot = (topk_ids == expert).nonzero(as_tuple=True)
+        weight, x = Approx.exact(topk_weights[token, slot].unsqueeze(1)), x_TH.map(lambda t, token=token: t[token])
+        row = expert if expert_map is None or not 0 <= expert < num_routed else int(expert_map[expert])
+        if num_routed <= expert < num_routed + config.num_zero_experts:
+            add(token, x.times(weight))
+        elif 0 <= expert < num_routed and row >= 0:
+            if config.apply_router_weight_on_input:
+                x, weight = x.times(weight).to(dtype), Approx.exact(torch.ones(1, 1))
+            biases = (None if b is None else b[row] for b in (w13_bias, w2_bias))
+            y = products(x, w13[row], w2[row], *biases, config.clamp_routed, config.w13_order)
+            add(token, y.times(weight))
+    terms_TH, sizes_TH = terms_TH * abs(config.scale_at_end), sizes_TH * abs(config.scale_at_end)
+    if shared_w13 is not None and shared_w2 is not None:
+        shared = products(x_TH, shared_w13, shared_w2, None, None, config.clamp_shared, "gate_up")
+        if shared_gate is not None:
+            logit = x_TH.linear(shared_gate)
+            gate = torch.sigmoid(logit.value)
+            shared = shared.times(Approx(gate, logit.error / 4 + FUNCTION * gate)).to(dtype)
+        terms_TH, sizes_TH = terms_TH + shared.error, sizes_TH + shared.size
+    errors_TH = terms_TH + 2 * (config.top_k + 3) * U32 * sizes_TH
+    if config.combine == "average":
+        errors_TH, sizes_TH = errors_TH / 2, sizes_TH / 2
+    out = Approx(sizes_TH, errors_TH).to(dtype).error
+    if num_valid_tokens is not None:
+        out = out.masked_fill((torch.arange(T) >= num_valid_tokens).unsqueeze(1), 0.0)
+    return out
+
+
+def logits_of(layer: dict[str, Any], x: Tensor) -> Approx:
+    """[T, E+Z], with the error of the op's own product where there is one."""
+    if "router_logits" in layer:
+        return Approx.exact(layer["router_logits"])
+    config, x_TH = layer["config"], x.reshape(-1, x.shape[-1])
+    bias = layer.get("router_bias")
+    product = Approx.exact(x_TH).linear(layer["router_weight"])
+    product = product if bias is None else product.plus(Approx.exact(bias))
+    value = reference.compute_logits(x_TH, layer["router_weight"], bias, config)
+    return Approx(value, _model_rounding(product, config.router_dtype, x.dtype).error)
+
+
+def _model_rounding(t: Approx, where: str, dtype: torch.dtype) -> Approx:
+    """A rounding that the config asks for and the definition makes too: two values round apart by two units."""
+    return Approx(t.value, t.error + 2 * (t.to(dtype).error - t.error)) if where == "model" else t
+
+
+def routing(
+    logits: Approx, config: MoEConfig, correction_bias: Tensor | None, model_dtype: torch.dtype
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """ids and weights [T, K] as the definition has them, by ascending id; a bound of the weights' error; and bool [T].
+
+    The last are the rows in which no error of the logits and scores can change the set of ids, and the bound is finite.
+    """
+    ids_TK, weights_TK = reference.route(logits.value, config, correction_bias=correction_bias, model_dtype=model_dtype)
+    order = ids_TK.argsort(dim=1)
+    ids_TK, weights_TK = ids_TK.gather(1, order), weights_TK.gather(1, order)
+
+    def rounded(t: Approx) -> Approx:
+        """To float32, where a number too small is lost, and to the model's dtype."""
+        return _model_rounding(t.rounded(U32), config.score_dtype, model_dtype)
+
+    value_TE, spread_T1 = logits.value, torch.expm1(2 * logits.error.amax(1, keepdim=True))
+
+    def softmax(t: Tensor) -> Approx:
+        value = torch.softmax(t, 1)
+        return rounded(Approx(value, value * (spread_T1 + (t.shape[1] + 8) * U32)))
+
+    def sigmoid(t: Approx) -> Approx:
+        value = torch.sigmoid(t.value)
+        return rounded(Approx(value, t.error / 4 + FUNCTION * value))
+
+    if config.score == "softmax":
+        scores = softmax(value_TE)
+    elif config.score == "sigmoid":
+        scores = sigmoid(logits)
+    elif config.score == "sqrtsoftplus":
+        value = torch.nn.functional.softplus(value_TE).sqrt()
+        scores = rounded(rounded(Approx(value, logits.error / 2 + FUNCTION * value)))
+    else:
+        scores = logits
+
+    choice = logits if config.choice_on == "logit" else scores
+    if correction_bias is not None:
+        choice = choice.plus(Approx.exact(correction_bias))
+    choice_TE, error_T = choice.value, choice.error.amax(1)
+    is_clear = torch.ones(len(choice_TE), dtype=torch.bool)
+    if config.n_group is not None and config.topk_group is not None:
+        grouped_TGM = choice_TE.unflatten(1, (config.n_group, -1))
+        members = 1 if config.group_score == "max" else 2
+        group_TG = grouped_TGM.topk(members, -1).values.sum(-1)
+        group = rounded(Approx(group_TG, members * error_T.unsqueeze(1).expand_as(group_TG)).rounded(2 * U32))
+        is_clear &= _is_clear(group_TG, config.topk_group, group.error.amax(1))
+        kept = reference.best_ids(group_TG, config.topk_group)
+        lost_TG = torch.ones_like(group_TG, dtype=torch.bool).scatter(1, kept, False)
+        masked = -torch.inf if config.group_mask == "-inf" else 0.0
+        choice_TE = grouped_TGM.masked_fill(lost_TG.unsqueeze(-1), masked).flatten(1)
+    is_clear &= _is_clear(choice_TE, config.top_k, error_T)
+
+    chosen = logits.map(lambda t: t.gather(1, ids_TK))
+    if config.weights_from == "topk_softmax":
+        weights = softmax(chosen.value)
+    elif config.weights_from == "topk_sigmoid":
+        weights = sigmoid(chosen)
+    else:
+        weights = scores.map(lambda t: t.gather(1, ids_TK))
+    if config.normalize != "none":
+        total = Approx(weights.value.sum(1, keepdim=True), weights.error.sum(1, keepdim=True))
+        total = Approx(total.value, total.error + 2 * config.top_k * U32 * weights.size.sum(1, keepdim=True))
+        if config.normalize == "sum_clamp":
+            is_below = total.value + total.error < 1e-12
+            total = Approx(total.value.clamp(min=1e-12), total.error.masked_fill(is_below, 0.0)).rounded(U32)
+        total = rounded(total)
+        least = total.value.abs() - total.error
+        quotient = weights.value / total.value
+        error = (weights.error + quotient.abs() * total.error) / least
+        is_clear &= (least > 0).squeeze(1)
+        weights = rounded(Approx(quotient, error).rounded(FUNCTION))
+    weights = rounded(weights * config.scale_in_weights)
+    weights = _model_rounding(weights, config.weight_dtype, model_dtype)
+    return ids_TK, weights_TK, weights.error, is_clear & weights.error.isfinite().all(1)
+
+
+def _is_clear(values_TE: Tensor, k: int, error_T: Tensor) -> Tensor:
+    """Rows whose k best stay so where each value errs by that much; false where one is not a number."""
+    if k == values_TE.shape[1]:
+        return error_T.isfinite()
+    best = values_TE.topk(k + 1, 1).values
+    return best[:, k - 1] - best[:, k] > 2 * error_T
