@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 import torch
 from layers import TOLERANCE, error, make_layer, moe_args, quantized, tensors_of
-from refusals import bad, refused, split
+from refusals import bad, refused, refused_untraced, split
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.library import opcheck
@@ -223,14 +223,15 @@ def test_a_weight_in_float32_is_the_rounded_one(name):
     for v in variants():
         if v.name != name:
             continue
-        w = v.make(2)
+        w = v.make()
         options = {"halves": v.halves, "interleaved": v.interleaved}
         exact = dequantize(name, w, v.columns, **options)
         if name == "nvfp4":  # a product of three: keep the first two from rounding the last
             exact = exact.where(exact.abs() < 2.0**120, math.nan)
         got = dequantize(name, w, v.columns, dtype=torch.float32, **options)
         usable = exact.isfinite() & (exact.abs() < torch.finfo(torch.float32).max)
-        torch.testing.assert_close(got[usable].double(), exact[usable], rtol=3e-7, atol=2.0**-148)
+        off = (got[usable].double() - exact[usable]).abs()
+        assert (off <= 3e-7 * exact[usable].abs() + 2.0**-148).all(), v
 
 
 def test_a_scale_of_zero_makes_zeros():
@@ -262,29 +263,23 @@ def layout_of(options: dict[str, Any]) -> dict[str, Any]:
     return {n: v for n, v in options.items() if n in ("halves", "interleaved")}
 
 
-def all_values(name: str, w: Quantised, columns: int, **layout: Any) -> Tensor:
-    """[codes, ..., R, K]: what each number could be under its scale."""
-    codes = [b for b in range(256) if b & 127 != 127] if name in FP8 else [c * 17 for c in range(16)]
-    values = []
-    for code in codes:
-        q = torch.full_like(w.q.view(torch.uint8), code).view(w.q.dtype)
-        values.append(dequantize(name, w._replace(q=q), columns, **layout))
-    return torch.stack(values)
-
-
 @ANY
 def test_each_number_is_the_nearest_that_its_scale_allows(name):
     rows, columns = 146, 138
+    codes = [b for b in range(256) if b & 127 != 127] if name in FP8 else [c * 17 for c in range(16)]
     for options in ways_to_quantize(name):
         w = torch.randn(rows, columns) * torch.logspace(-4, 4, rows)[torch.randperm(rows), None] + 0.1
         made = quantize(name, w, **options)
         got = dequantize(name, made, columns, **layout_of(options))
-        best = (all_values(name, made, columns, **layout_of(options)) - w).abs().amin(0)
-        off = (got - w).abs() - best
-        assert (off <= 1e-6 * w.abs()).all(), options
+        best = torch.full_like(got, math.inf)
+        for code in codes:
+            q = torch.full_like(made.q.view(torch.uint8), code).view(made.q.dtype)
+            value = dequantize(name, made._replace(q=q), columns, **layout_of(options))
+            best = torch.minimum(best, (value - w).abs())
+        assert ((got - w).abs() - best <= 1e-6 * w.abs()).all(), options
         # And the scale is as large as needed: nothing but mxfp4, and a scale rounded down, cuts off.
         limit = {"mxfp4": 0.25, "nvfp4": 0.07}.get(name, 1e-5 if name in FP8 else 0.1)
-        assert ((got - w).abs() / w.abs())[w.abs() == w.abs().amax()].item() <= limit
+        assert ((got - w).abs() / w.abs())[w.abs() == w.abs().amax()].max() <= limit
 
 
 @ANY
@@ -547,9 +542,9 @@ OPTIONS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("option", OPTIONS)
 @ANY
 def test_every_option_is_the_definitions(name, option):
-    for dtype in (torch.float32, torch.bfloat16):
-        x, layer = make_layer(**{"T": 7, "way": "topk_ids", "dtype": dtype, **SMALL, **OPTIONS[option]})
-        assert_both_entries_are_right(x, quantized(layer, name, name))
+    dtype = random.choice(DTYPES)
+    x, layer = make_layer(**{"T": 7, "way": "topk_ids", "dtype": dtype, **SMALL, **OPTIONS[option]})
+    assert_both_entries_are_right(x, quantized(layer, name, name))
 
 
 def repacked(layer: dict[str, Any], change: Callable[[str, Tensor], Tensor]) -> dict[str, Any]:
@@ -698,8 +693,8 @@ def test_opcheck(name):
     tests = ["test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic"]
     if not any(str(t.dtype).startswith("torch.float8") for t in tensors_of(x, layer).values()):
         tests.append("test_schema")
-    for op in (OPS.moe_v1.default, OPS.moe_unfinalized_v1.default):
-        opcheck(op, moe_args(x, layer), test_utils=tests)
+    opcheck(OPS.moe_v1.default, moe_args(x, layer), test_utils=tests)
+    opcheck(OPS.moe_unfinalized_v1.default, moe_args(x, layer), test_utils=tests[:2])
 
 
 def metadata(out: Any) -> list[tuple[Any, ...]]:
@@ -710,38 +705,38 @@ def metadata(out: Any) -> list[tuple[Any, ...]]:
 @pytest.mark.parametrize("T", [0, 1, 7, (2, 1, 3)])
 @ANY
 def test_fake_outputs_look_like_real_ones(name, T):
-    for dtype in DTYPES:
-        x, layer = make_layer(T, dtype=dtype, **SMALL)
-        layer = quantized(layer, name, random.choice(NAMES))
-        for op in (OPS.moe_v1.default, OPS.moe_unfinalized_v1.default):
-            args = moe_args(x, layer)
-            mode = FakeTensorMode()
-            with mode:
-                fake = op(*(mode.from_tensor(a) if isinstance(a, Tensor) else a for a in args))
-            assert metadata(fake) == metadata(op(*args))
+    x, layer = make_layer(T, dtype=random.choice(DTYPES), **SMALL)
+    args = moe_args(x, quantized(layer, name, random.choice(NAMES)))
+    mode = FakeTensorMode()
+    fakes = [mode.from_tensor(a) if isinstance(a, Tensor) else a for a in args]
+    for op in (OPS.moe_v1.default, OPS.moe_unfinalized_v1.default):
+        with mode:
+            fake = op(*fakes)
+        assert metadata(fake) == metadata(op(*args))
 
 
 @pytest.mark.usefixtures("fresh_dynamo")
-@ANY
-def test_one_compile_of_one_node_serves_every_T(name):
+@pytest.mark.parametrize(
+    ("name", "call", "nodes"),
+    [*((name, one_call, ["moe"]) for name in NAMES), ("int4", two_calls, ["moe_unfinalized", "finalize"])],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_one_compile_serves_every_T_with_one_node_a_call(name, call, nodes):
     graphs: list[torch.fx.GraphModule] = []
 
     def keep(graph: torch.fx.GraphModule, inputs: list[Any]) -> Any:
         graphs.append(graph)
         return graph.forward
 
-    for call, nodes in ((one_call, ["moe"]), (two_calls, ["moe_unfinalized", "finalize"])):
-        graphs.clear()
-        _, weights = make_layer(**SMALL)
-        weights = quantized(weights, name, random.choice(NAMES))
-        compiled = torch.compile(call, backend=keep, fullgraph=True)
-        for T in (7, 2, 64, 3, 33):
-            x, _ = make_layer(T, **SMALL)
-            torch._dynamo.mark_dynamic(x, 0)
-            assert torch.equal(compiled(x, weights), call(x, weights))
-        (graph,) = graphs
-        ops = re.findall(r"torch\.ops\.dsmoe\.(\w+)_v1", graph.code)
-        assert ops == nodes
+    _, layer = make_layer(**SMALL)
+    layer = quantized(layer, name, random.choice(NAMES))
+    compiled = torch.compile(call, backend=keep, fullgraph=True)
+    for T in (7, 2, 64, 3):
+        x, _ = make_layer(T, **SMALL)
+        torch._dynamo.mark_dynamic(x, 0)
+        assert torch.equal(compiled(x, layer), call(x, layer))
+    (graph,) = graphs
+    assert re.findall(r"torch\.ops\.dsmoe\.(\w+)_v1", graph.code) == nodes
 
 
 class Layer(nn.Module):
@@ -762,7 +757,10 @@ class Layer(nn.Module):
 @ANY
 def test_an_exported_program_runs_at_any_T_after_save_and_load(name):
     x, layer = make_layer(5, **SMALL)
-    module = Layer(quantized(layer, name, "int4" if name == "mxfp4" else "mxfp4"))
+    layer = quantized(layer, name, "int4" if name == "mxfp4" else "mxfp4")
+    # Powers of two as bytes: torch 2.11 saves no float8_e8m0fnu.
+    layer = {n: t.view(torch.uint8) if isinstance(t, Tensor) and t.dtype == E8M0 else t for n, t in layer.items()}
+    module = Layer(layer)
     T = torch.export.Dim("T", min=0, max=4096)
     program = torch.export.export(module, (x,), dynamic_shapes=({0: T},), strict=False)
     file = io.BytesIO()
@@ -961,9 +959,17 @@ CASES = [
 ]
 
 
-@pytest.mark.usefixtures("fresh_dynamo", "no_launch")
+@pytest.mark.usefixtures("no_launch")
 @pytest.mark.parametrize("case", CASES)
 def test_a_bad_argument_is_refused(case):
+    x, layer = make_quantized(**case.layer)
+    tensors, others = split(case.spoil({"hidden_states": x, **layer}))
+    refused_untraced(case.text, dual_stream_moe, tensors, **others)
+
+
+@pytest.mark.usefixtures("fresh_dynamo", "no_launch")
+@pytest.mark.parametrize("case", CASES[::7])
+def test_a_bad_argument_is_refused_with_the_same_text_while_compiling(case):
     x, layer = make_quantized(**case.layer)
     tensors, others = split(case.spoil({"hidden_states": x, **layer}))
     refused(case.text, dual_stream_moe, tensors, **others)
@@ -984,9 +990,9 @@ def spoilt(t: Tensor, *, may_be_missing: bool) -> Iterator[tuple[str, Tensor | N
 
 
 @pytest.mark.usefixtures("no_launch")
-@pytest.mark.parametrize("call", [dual_stream_moe, dual_stream_moe_unfinalized], ids=lambda call: call.__name__)
 @ANY
-def test_every_tensor_of_a_format_is_checked_and_named(name, call):
+def test_every_tensor_of_a_format_is_checked_and_named(name):
+    call = random.choice((dual_stream_moe, dual_stream_moe_unfinalized))
     x, layer = make_quantized(name, name, options={"zero_point": True} if name == "int4" else {})
     weights = [n for n in layer if n.startswith(("w13", "w2", "shared_w"))]
     assert len(weights) == 4 * {"nvfp4": 3, "fp8_tensor": 3, "int4": 3}.get(name, 2)
