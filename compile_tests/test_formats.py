@@ -450,6 +450,18 @@ def test_rows_become_the_nearest_numbers_of_their_groups_scale(name, dtype):
     assert not rows[3].any()
 
 
+def test_rows_are_multiplied_by_448_over_amax_and_not_divided():
+    """These differ where a float32 lies next to a tie, and kernels must agree with this to the bit."""
+    amax = torch.rand(1000, 1) + 1
+    ties = torch.arange(17.0, 28.0, 2) * 16  # 272 to 432, each the middle of two numbers
+    x = torch.cat([amax, ties / 448 * amax], 1)
+    q, scale = quantize_rows(x, "fp8_channel")
+    assert torch.equal(scale, amax / 448)
+    want = nearest_e4m3((x * (448 / amax)).double())
+    assert not torch.equal(want, nearest_e4m3((x / scale).double()))
+    assert torch.equal(q.double(), want)
+
+
 @ANY_FP8
 def test_rows_of_the_largest_and_smallest_numbers_keep_their_size(name):
     x = torch.randn(4, 300) / 4
@@ -485,31 +497,23 @@ def test_other_formats_leave_rows_alone():
 # --- the op on the CPU ----------------------------------------------------------------------------------------------
 
 
-def tolerance(layer: dict[str, Any], dtype: torch.dtype) -> float:
-    config = layer["config"]
-    return (
-        2e-2 if {config.routed_format, config.shared_format} & set(FP8) and dtype != torch.float32 else TOLERANCE[dtype]
-    )
-
-
 def assert_right(out: Tensor, x: Tensor, layer: dict[str, Any]) -> None:
     """out is the definition's.
 
-    In float32, where h differs from the definition's in its last bits, an fp8 number of it may rarely fall to the other
-    side of a tie: so a few rows may be off by more.
+    Where h is quantised and differs from the definition's in its last bits, a number of it may rarely fall to the other
+    side of a tie: so two rows may be off by more.
     """
-    expected = reference.moe(x, **layer)
+    expected = reference.moe(x, **layer).flatten(0, -2)
     assert (out.dtype, out.shape) == (x.dtype, x.shape)
-    if x.numel() == 0:
-        return
-    config = layer["config"]
-    if x.dtype == torch.float32 and {config.routed_format, config.shared_format} & set(FP8):
-        errors = [error(a, b) for a, b in zip(out.flatten(0, -2), expected.flatten(0, -2), strict=True)]
-        assert sorted(errors)[-1] < 0.1
-        assert sum(e >= TOLERANCE[torch.float32] for e in errors) <= 2, errors
-    else:
-        found = error(out, expected)
-        assert found < tolerance(layer, x.dtype), f"relative error {found:.2e}"
+    out, tolerance = out.flatten(0, -2), TOLERANCE[x.dtype]
+    if {layer["config"].routed_format, layer["config"].shared_format} & set(FP8):
+        errors = torch.tensor([error(a, b) for a, b in zip(out, expected, strict=True)])
+        assert (errors < 0.1).all(), errors
+        kept = errors.argsort()[: max(0, len(errors) - 2)]
+        out, expected = out[kept], expected[kept]
+        tolerance = tolerance if x.dtype == torch.float32 else 2e-2
+    found = error(out, expected)
+    assert found < tolerance, f"relative error {found:.2e}"
 
 
 def assert_both_entries_are_right(x: Tensor, layer: dict[str, Any]) -> None:
@@ -636,7 +640,7 @@ def test_each_expert_has_its_own_input_scale(dtype):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @ANY_FP8
 def test_rows_in_fp8_cost_no_more_than_their_own_rounding(name, dtype):
-    x, layer = make_layer(64, way="topk_ids", dtype=dtype, **LARGE)
+    x, layer = make_layer(192, way="topk_ids", dtype=dtype, **LARGE)
     layer = quantized(layer, name, name)
     if name == "fp8_tensor":  # a product of two normal numbers goes further than one
         layer["w2_input_scale"] = layer["shared_w2_input_scale"] = torch.tensor([20 / 448])
