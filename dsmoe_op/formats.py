@@ -76,11 +76,11 @@ class Quantised(NamedTuple):
 
     Attributes:
         q: [E, R, K / numbers in an element], contiguous.
-        scale: [E, row groups, column groups], or for the formats of one scale a tensor [E] or, of w13, [E, 2].
+        scale: [E, row groups, column groups], or for the formats of one scale a tensor [E], [E, 1] or, of w13, [E, 2].
             fp8_block has ceil(R / 128) row groups, or those of gate and up rows each.
         zero_point: of int4, what stands for 0, two a uint8 or eight an int32 along the rows:
             [E, ceil(R / 2 or 8), column groups].
-        global_scale: float32 [E] or [E, 2].
+        global_scale: float32 [E], [E, 1] or, of w13, [E, 2]; it multiplies.
         input_scale: float32 [E], or [1] or [] for all.
     """
 
