@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from fixtures import (
@@ -16,6 +18,8 @@ from fixtures import (
     pytest_report_header,
     pytest_terminal_summary,
 )
+
+from dsmoe_op import cpu
 
 __all__ = [
     "_fresh_random",
@@ -39,3 +43,14 @@ def _only_kernels_that_run(monkeypatch: pytest.MonkeyPatch) -> None:
     """
     if torch.cuda.is_available():
         monkeypatch.setattr("dsmoe_op.cuda._prepare", lambda kind, launch: None)
+
+
+@pytest.fixture
+def no_launch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever reaches the kernels fails the test."""
+
+    def launched(*args: Any) -> None:
+        raise AssertionError("bad input reached the kernels")
+
+    for name in ("moe", "moe_unfinalized", "finalize", "route"):
+        monkeypatch.setattr(cpu, name, launched)

@@ -4,76 +4,26 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
 from layers import WAYS, make_layer, moe_args, route_args, routing_of, tensors_of
+from refusals import bad, refused, split
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import dsmoe_op
-from dsmoe_op import MoEConfig, cpu, dual_stream_moe, dual_stream_moe_unfinalized, finalize, route
+from dsmoe_op import MoEConfig, dual_stream_moe, dual_stream_moe_unfinalized, finalize, route
 from dsmoe_op.checks import LAYER_FIELDS
 
-pytestmark = pytest.mark.usefixtures("fresh_dynamo", "_no_launch")
+pytestmark = pytest.mark.usefixtures("fresh_dynamo", "no_launch")
 QUANTISATION = [
     *("w13_scale", "w2_scale", "shared_w13_scale", "shared_w2_scale"),
     *("w13_zero_point", "w2_zero_point", "shared_w13_zero_point", "shared_w2_zero_point"),
     *("w13_global_scale", "w2_global_scale", "shared_w13_global_scale", "shared_w2_global_scale"),
     *("w13_input_scale", "w2_input_scale", "shared_w13_input_scale", "shared_w2_input_scale"),
 ]
-
-
-@pytest.fixture
-def _no_launch(monkeypatch: pytest.MonkeyPatch) -> None:
-    def launched(*args: Any) -> None:
-        raise AssertionError("bad input reached the kernels")
-
-    for name in ("moe", "moe_unfinalized", "finalize", "route"):
-        monkeypatch.setattr(cpu, name, launched)
-
-
-def refused(text: str, call: Callable[..., Any], tensors: dict[str, Tensor | None], **others: Any) -> None:
-    """call(**tensors, **others) raises exactly `text` eager and on fake tensors, and a text that holds it compiled."""
-    exact = f"^{re.escape(text)}$"
-    with pytest.raises(ValueError, match=exact):
-        call(**tensors, **others)
-
-    mode = FakeTensorMode()
-    fakes = {name: t if t is None else mode.from_tensor(t) for name, t in tensors.items()}
-    with mode, pytest.raises(ValueError, match=exact):
-        call(**fakes, **others)
-
-    compiled = torch.compile(lambda tensors: call(**tensors, **others), backend="eager", fullgraph=True)
-    with pytest.raises(Exception, match=re.escape(text)):
-        compiled(tensors)
-
-
-class Bad(NamedTuple):
-    text: str
-    changes: dict[str, Any]
-    layer: dict[str, Any]
-
-    def spoil(self, arguments: dict[str, Any]) -> dict[str, Any]:
-        changed = {n: c(arguments[n]) if callable(c) else c for n, c in self.changes.items()}
-        return {**arguments, **changed}
-
-
-def bad(text: str, change: Callable[[Tensor], Tensor] | dict[str, Any], **layer: Any) -> Any:
-    """A case: `text` is what a call is refused with.
-
-    Args:
-        change: spoils the argument that `text` names; or a dict of arguments to set or to spoil.
-        layer: what the good layer has, as in make_layer.
-    """
-    changes = change if isinstance(change, dict) else {text.partition(":")[0]: change}
-    return pytest.param(Bad(text, changes, layer), id=re.sub(r"[^\w.]+", "-", text)[:100])
-
-
-def split(arguments: dict[str, Any]) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    tensors = {name: a for name, a in arguments.items() if isinstance(a, Tensor)}
-    return tensors, {name: a for name, a in arguments.items() if name not in tensors}
 
 
 def knobs(**fields: Any) -> MoEConfig:
@@ -105,11 +55,11 @@ CASES = [
     bad("w13: expected [E=12, 2I=64, H=48], got [12, 64, 47]", lambda t: t[..., :47]),
     bad("w13: expected float32, got bfloat16", lambda t: t.bfloat16()),
     bad(
-        "w13: expected float32 as hidden_states has, since no quantised format is built yet, got float8_e4m3fn",
+        "w13: expected float32 as hidden_states has, or a routed_format that tells what it is, got float8_e4m3fn",
         lambda t: t.to(torch.float8_e4m3fn),
     ),
     bad(
-        "w13: expected float32 as hidden_states has, since no quantised format is built yet, got uint8",
+        "w13: expected float32 as hidden_states has, or a routed_format that tells what it is, got uint8",
         lambda t: t.byte(),
     ),
     bad(f"w13: {UNIT_STRIDE} [6144, 96, 2]", no_unit_stride),
@@ -118,7 +68,7 @@ CASES = [
     bad("w2: expected [E=12, H=48, I=32], got [48, 32]", lambda t: t[0]),
     bad("w2: expected float32, got float16", lambda t: t.half()),
     bad(
-        "w2: expected float32 as hidden_states has, since no quantised format is built yet, got int8",
+        "w2: expected float32 as hidden_states has, or a routed_format that tells what it is, got int8",
         lambda t: t.char(),
     ),
     bad(f"w2: {UNIT_STRIDE} [3072, 64, 2]", no_unit_stride),
@@ -224,7 +174,7 @@ CASES = [
     bad("shared_w13: expected float32, got bfloat16", lambda t: t.bfloat16()),
     bad("shared_w2: expected [H=48, S=80], got [80, 48]", lambda t: t.mT),
     bad(
-        "shared_w2: expected float32 as hidden_states has, since no quantised format is built yet, got float8_e5m2",
+        "shared_w2: expected float32 as hidden_states has, or a shared_format that tells what it is, got float8_e5m2",
         lambda t: t.to(torch.float8_e5m2),
     ),
     bad(f"shared_w2: {UNIT_STRIDE} [160, 2]", no_unit_stride),
@@ -317,19 +267,14 @@ def test_no_size_of_any_argument_can_be_off_by_one(grow):
 
 
 @pytest.mark.parametrize("name", QUANTISATION)
-def test_a_tensor_of_a_format_not_built_yet_is_refused(name):
+def test_a_tensor_of_a_quantised_weight_is_refused_without_a_format(name):
     x, layer = make_layer()
-    args = moe_args(x, layer)
-    refused(
-        f"{name}: expected None, since no quantised format is built yet, got a tensor",
-        lambda x, w13, w2, router_weight, shared_w13, shared_w2, **scale: torch.ops.dsmoe.moe_v1.default(
-            x, w13, w2, router_weight, *args[4:11], shared_w13, shared_w2, *args[13:], **scale
-        ),
-        {"x": x, **{n: t for n, t in layer.items() if n != "config"}, name: torch.ones(12)},
-    )
+    field = "shared_format" if name.startswith("shared_") else "routed_format"
+    tensors, others = split({"hidden_states": x, **layer, name: torch.ones(12)})
+    refused(f"{name}: expected None with {field}=None, got a tensor", dual_stream_moe, tensors, **others)
 
 
-def test_the_schema_has_every_tensor_of_the_formats_to_come():
+def test_the_schema_has_every_tensor_of_quantised_weights():
     assert list(LAYER_FIELDS[16:]) == QUANTISATION
 
 

@@ -38,7 +38,10 @@ OTHERS = {
     "clamp_shared": None,
     "clamp_after_activation": False,
     "num_zero_experts": 0,
+    "routed_format": None,
+    "shared_format": None,
 }
+FORMATS = ["fp8_block", "fp8_channel", "fp8_tensor", "nvfp4", "mxfp4", "int4"]
 VARIANTS = [
     {"top_k": 8},
     {"top_k": 6},
@@ -52,6 +55,9 @@ VARIANTS = [
     {"top_k": 8, "clamp_shared": 7.0},
     {"top_k": 8, "clamp_after_activation": True},
     {"top_k": 8, "num_zero_experts": 2},
+    *({"top_k": 8, "routed_format": name} for name in FORMATS),
+    *({"top_k": 8, "shared_format": name} for name in FORMATS),
+    {"top_k": 8, "routed_format": "int4", "shared_format": "fp8_block"},
 ]
 
 
@@ -81,6 +87,14 @@ def test_a_choice_outside_its_values_is_refused(name, value):
     text = str(e.value)
     assert text.endswith(f"got {value!r}")
     assert all(repr(accepted) in text for accepted in [default, *others])
+
+
+@pytest.mark.parametrize("name", ["routed_format", "shared_format"])
+@pytest.mark.parametrize("value", ["nonsense", "none", "fp8", 1, []], ids=repr)
+def test_a_name_that_is_no_formats_is_refused(name, value):
+    names = ", ".join(map(repr, [None, *FORMATS]))
+    with pytest.raises(ValueError, match=f"^{name}: expected one of {re.escape(f'{names}, got {value!r}')}$"):
+        MoEConfig(top_k=8, **{name: value})
 
 
 @pytest.mark.parametrize(

@@ -132,17 +132,17 @@ def check_layer(layer: Layer, config: MoEConfig, schedule: str = "auto") -> Dims
     _check_hidden_states(x)
     T, H = flat_tokens(x), x.shape[-1]
 
+    width, last = "2I" if config.gated else "I", _packed("H", H, layer.w13, config.routed_format)
     if layer.w13.dim() != 3:
-        raise ValueError(f"w13: expected 3 dims [E, {'2I' if config.gated else 'I'}, H={H}], got {_shape(layer.w13)}")
+        raise ValueError(f"w13: expected 3 dims [E, {width}, {last}], got {_shape(layer.w13)}")
     E, rows = layer.w13.shape[:2]
     if config.gated and rows % 2:
-        raise ValueError(f"w13: expected an even number of gate and up rows [E, 2I, H={H}], got {_shape(layer.w13)}")
+        raise ValueError(f"w13: expected an even number of gate and up rows [E, 2I, {last}], got {_shape(layer.w13)}")
     I = rows // 2 if config.gated else rows
     if not 1 <= E <= MAX_EXPERTS:
         raise ValueError(f"w13: expected 1..{MAX_EXPERTS} experts, got {_shape(layer.w13)}")
     if I == 0:
         raise ValueError(f"w13: expected at least one row an expert, got {_shape(layer.w13)}")
-    width = "2I" if config.gated else "I"
     _check_weight("w13", layer, config, {"E": E, width: rows, "H": H})
     _check_weight("w2", layer, config, {"E": E, "H": H, "I": I})
     _check("w13_bias", layer.w13_bias, {"E": E, width: rows}, x, (x.dtype, torch.float32))
@@ -306,7 +306,8 @@ def _check_shared(layer: Layer, config: MoEConfig, H: int) -> int:
     rows = layer.shared_w13.shape[0] if layer.shared_w13.dim() else 0
     width = "2S" if config.gated else "S"
     if layer.shared_w13.dim() != 2 or rows == 0 or (config.gated and rows % 2):
-        raise ValueError(f"shared_w13: expected [{width}, H={H}] with {width} above 0, got {_shape(layer.shared_w13)}")
+        last = _packed("H", H, layer.shared_w13, config.shared_format)
+        raise ValueError(f"shared_w13: expected [{width}, {last}] with {width} above 0, got {_shape(layer.shared_w13)}")
     S = rows // 2 if config.gated else rows
     _check_weight("shared_w13", layer, config, {width: rows, "H": H})
     _check_weight("shared_w2", layer, config, {"H": H, "S": S})
@@ -452,6 +453,13 @@ def _check_dtype(name: str, tensor: Tensor, dtypes: tuple[torch.dtype, ...]) -> 
 def _check_device(name: str, tensor: Tensor, x: Tensor) -> None:
     if tensor.device != x.device:
         raise ValueError(f"{name}: expected device {x.device}, got {tensor.device}")
+
+
+def _packed(letter: str, size: int, tensor: Tensor, format_name: str | None) -> str:
+    """The last dim of a weight, as the texts have it: in elements, each of which may hold several numbers."""
+    format = formats.FORMATS.get(format_name or "")
+    n = formats.numbers(format, tensor.dtype) if format and tensor.dtype in format.dtypes else 1
+    return _dim(letter if n == 1 else f"{letter}/{n}", size // n)
 
 
 def _dim(letter: str, size: int | None) -> str:

@@ -76,11 +76,11 @@ class Quantised(NamedTuple):
 
     Attributes:
         q: [E, R, K / numbers in an element], contiguous.
-        scale: [E, row groups, column groups], or for the formats of one scale a tensor [E] or, of w13, [E, 2].
+        scale: [E, row groups, column groups], or for the formats of one scale a tensor [E], [E, 1] or, of w13, [E, 2].
             fp8_block has ceil(R / 128) row groups, or those of gate and up rows each.
         zero_point: of int4, what stands for 0, two a uint8 or eight an int32 along the rows:
             [E, ceil(R / 2 or 8), column groups].
-        global_scale: float32 [E] or [E, 2].
+        global_scale: float32 [E], [E, 1] or, of w13, [E, 2]; it multiplies.
         input_scale: float32 [E], or [1] or [] for all.
     """
 
@@ -299,7 +299,7 @@ def quantize(
     """w [E, R, K] or [R, K] in a format, each number the nearest (of two, the even one) of what its scale allows.
 
     Scales are as large as the largest number needs; those of mxfp4 are the powers of two of its specification, which
-    cut off the largest numbers by up to a quarter.
+    cut off the largest numbers by up to a quarter. Weights that share a scale with one that is not finite become NaN.
 
     Args:
         halves, interleaved: as in `dequantize`. Gate and up rows never share a scale, but for those of an fp8_block
@@ -309,6 +309,7 @@ def quantize(
         input_scale: float32 [E], [1] or [], kept as it is; of fp8_tensor, which needs one.
     """
     w = w.detach().float()
+    w = w.where(w.isfinite(), math.nan)
     *_, rows, columns = w.shape
     if FORMATS[name].rows is None:
         scale = _amax_of_halves(w, halves, interleaved) / LARGEST_E4M3
@@ -333,7 +334,7 @@ def quantize(
         divisor = scale.float()
     else:
         exponent = torch.frexp(amax).exponent - 3  # of the largest power of two that 4 times is no more
-        scale = (exponent + 127).clamp(0, 254).to(torch.uint8).view(E8M0)
+        scale = (exponent + 127).clamp(0, 254).where(amax.isfinite(), 255).to(torch.uint8).view(E8M0)
         divisor = scale.float()
     codes = _e2m1_codes(groups / divisor.unsqueeze(-1)).flatten(-2)[..., :columns]
     return Quantised(pack(codes), scale, global_scale=global_scale)
