@@ -109,6 +109,8 @@ def report(result: Result) -> str:
             f"smallest gap between the best two logits {result.smallest_gap:.2g}, "
             f"largest difference of a logit {result.largest_difference:.2g}"
         )
+    if job.rounds_rows:
+        lines.append(f"logits error of the plain model with noise of {ROWS_NOISE} on its MoE blocks {result.noise:.1e}")
     lines.append(f"{'match' if result.match else 'MISMATCH'} ({_criterion(job)}); {result.seconds:.0f} s")
     return "\n".join(lines)
 
