@@ -15,7 +15,7 @@ from layers import make_layer, quantized
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from dsmoe_op import MoEConfig, formats, prepare, reference
+from dsmoe_op import MoEConfig, formats, prepare, quantizing, reference
 from dsmoe_op.hf.families import FAMILIES
 from dsmoe_op.module import DualStreamMoE
 
@@ -496,20 +496,18 @@ def test_a_quantised_layer_computes_the_reference(format: Any) -> None:
 @layers
 def test_a_layer_of_each_kind_can_be_quantised(name: str) -> None:
     module = make(name).quantize("int4", group=64, zero_point=True)
+    assert module.w13_scale.shape[-1] == module.w13_zero_point.shape[-1] == 1
     assert_is_the_reference(module, torch.randn(9, H))
     assert module.prepare() is None
 
 
 def test_an_interleaved_w13_is_quantised_as_one() -> None:
     module = DualStreamMoE(MoEConfig(top_k=K, w13_order="interleaved"), H, E, I)
-    rows = module.w13.detach().clone()
-    rows[:, 0::2] *= 30  # gate and up rows have a scale each
     with torch.no_grad():
-        module.w13.copy_(rows)
+        module.w13[:, 0::2] *= 30
+    amax = module.w13.detach().unflatten(1, (I, 2)).abs().amax((1, 3))
     quantize(module, "fp8_tensor")
-    its = formats.quantised(module.tensors(), "w13")
-    close = formats.dequantize("fp8_tensor", its, H, halves=2, interleaved=True) - rows
-    assert close[:, 1::2].norm() <= 0.04 * rows[:, 1::2].norm()
+    torch.testing.assert_close(module.w13_scale.data * 448, amax)  # gate and up rows have a scale each
 
 
 @pytest.mark.parametrize(("routed", "shared"), [("int4", None), (None, "fp8_block"), ("mxfp4", "fp8_channel")])
@@ -678,6 +676,22 @@ def test_a_quantised_block_is_the_block_on_dequantised_weights(package: str) -> 
     assert (first(out).reshape(6, 80) - first(expected).reshape(6, 80)).norm() <= 1e-4 * first(expected).norm()
     assert not hasattr(module, "experts")
     assert {id(p) for p in router.values()} <= {id(p) for p in module.parameters()}
+
+
+@transformers_only
+def test_a_weight_is_freed_before_the_next_is_quantised(monkeypatch: pytest.MonkeyPatch) -> None:
+    block, alive = make_block("deepseek_v3"), []
+    old = weakref.ref(block.experts.gate_up_proj)
+    module, each = DualStreamMoE.from_transformers(block), quantizing.quantize_each
+    del block
+
+    def watch(*arguments: Any, **options: Any) -> Any:
+        alive.append(old() is not None)
+        return each(*arguments, **options)
+
+    monkeypatch.setattr(quantizing, "quantize_each", watch)
+    module.quantize("int4")
+    assert alive == [True, False, False, False]
 
 
 @transformers_only
