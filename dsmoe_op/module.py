@@ -168,8 +168,9 @@ class DualStreamMoE(nn.Module):
         """Quantises the experts' weights, in place and for good: `config` gets the formats, the old weights are freed.
 
         The new tensors are parameters without gradient, named as the op's arguments: w13, w13_scale, ... They keep
-        their dtypes whatever the module is cast to, and load_state_dict takes no others. Of a block of transformers, the children that held the experts and
-        the shared expert go, with their state_dict keys; the router and all else stays.
+        their dtypes whatever the module is cast to, and load_state_dict takes no others. Of a block of transformers,
+        the children that held the experts and the shared expert go, with their state_dict keys; the router and all else
+        stays.
 
         Memory: one weight after the other, one expert of it at a time. At the most there is, beside the weights as they
         were, the quantised w13 (or w2, or shared one, if larger) and some float32 copies of one expert's (or of the
