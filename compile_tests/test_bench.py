@@ -16,6 +16,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from dsmoe_op import formats
 from dsmoe_op.cli import bench, cell, main, parts, peers, plain, problem, shapes, timing
 from dsmoe_op.cli.cell import Cell, Row
 from dsmoe_op.cli.profiling import Work
@@ -102,6 +103,15 @@ def test_from_1024_tokens_rows_beyond_the_cache_are_written_and_read(T: int, cou
     assert shapes.floor_us(shape, T, 256, 2, 4.57e12, 736e12, 60e6) == pytest.approx((weights + rows) / 4.57e6)
 
 
+def test_the_floor_of_quantised_weights_is_of_their_bytes_and_their_scales() -> None:
+    """Eight 4-bit numbers in four bytes, and a float32 scale for each 32."""
+    shape = shapes.quantised(parse_shape("64/32/16/4/48"), "int4")
+    assert problem.Problem(shape, "bf16", CPU, seed=5).weight_bytes == 0.5 + 4 / 32
+    us = shapes.floor_us(shape, 2, 5.5, 2, 4e12, 736e12, 50e6, weight_bytes=0.625)
+    moved = 0.625 * 3 * 64 * (5.5 * 32 + 48) + 2 * (16 * 64 + 2 * 2 * 64)
+    assert us == pytest.approx(moved / 4e6, rel=1e-9)
+
+
 def test_the_bound_on_memory_is_rows_of_both_products_and_a_tenth() -> None:
     shape = parse_shape("96/48/10/3/40")
     assert shapes.memory_bound(shape, 7, 2) == int(1.1 * (7 * 3 * (48 + 96) + 7 * (40 + 96)) * 2) + 2 * 2**20
@@ -117,9 +127,29 @@ def test_the_plain_layer_and_the_op_are_the_reference_with_each_shapes_router(na
     made = problem.Problem(shape, "fp32", CPU, seed=5)
     inputs = made.inputs(6)
     answers = problem.Answers(made, inputs)
-    for layer in (plain.layer(shape.config, experts), peers.ours(shape, "auto").build()):
+    for layer in (plain.layer(shape.config, experts), peers.ours(made, "auto").build()):
         for i in answers.inputs:
             assert answers.error(i, layer(inputs[i], made.at(i))) < 1e-5
+
+
+@pytest.mark.parametrize("format", formats.FORMATS)
+def test_the_op_has_quantised_weights_and_the_others_what_they_stand_for(format: Any) -> None:
+    shape = shapes.quantised(parse_shape(TINY), format)
+    assert shape.name == f"{TINY} {format}"
+    made = problem.Problem(shape, "fp32", CPU, seed=5)
+    assert made.tensors(made.at(1))["w13"].dtype in formats.FORMATS[format].dtypes
+    inputs = made.inputs(6)
+    answers = problem.Answers(made, inputs)
+    op, other = peers.ours(made, "auto").build(), plain.layer(shape.config, plain.experts_in_a_loop)
+    for i in answers.inputs:
+        assert answers.error(i, op(inputs[i], made.at(i))) < (answers.limit if made.rounds_rows else 1e-5)
+        error = answers.error(i, other(inputs[i], made.at(i)))
+        assert (1e-2 < error < answers.limit_of_others) if made.rounds_rows else error < 1e-5
+    without = peers.ours(made, "serial", shared=False).build()(inputs[0], made.at(0))
+    shared = op(inputs[0], made.at(0)) - without
+    rows = 0.06 if made.rounds_rows else 1e-5
+    expected = plain.shared_expert(inputs[0], made.at(0))
+    assert (shared - expected).norm() < rows * expected.norm()
 
 
 @pytest.mark.parametrize("way", ["eager", "grouped_mm", "batched_mm"])
@@ -168,6 +198,25 @@ def test_what_is_right_passes_in_every_dtype(dtype: str, capsys: pytest.CaptureF
     assert result["ours_good"]
     assert {row["status"] for row in result["rows"]} == {"ok"}
     assert all(row["us"] > 0 for row in result["rows"])
+
+
+def test_a_format_is_in_the_shapes_name_and_config(capsys: pytest.CaptureFixture[str]) -> None:
+    assert _bench("--format", "mxfp4", "--dtype", "bf16", "--against", "transformers", "--json") == 0
+    result = json.loads(capsys.readouterr().out)
+    assert {row["shape"] for row in result["rows"]} == {f"{TINY} mxfp4"}
+    assert {row["status"] for row in result["rows"]} == {"ok"}
+    assert '"routed_format":"mxfp4"' in result["shapes"][f"{TINY} mxfp4"]["config"]
+
+
+def test_a_format_that_the_op_does_not_take_ends_with_2(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def refuse(config: Any, tensors: Any) -> None:
+        raise ValueError("routed_format: expected None on CUDA, got 'mxfp4'")
+
+    monkeypatch.setattr(problem.DualStreamMoE, "from_tensors", refuse)
+    assert _bench("--format", "mxfp4") == 2
+    assert "--format: the op does not take it on cpu: routed_format: expected None on CUDA" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("factor", [1.03, math.nan])

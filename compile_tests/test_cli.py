@@ -16,8 +16,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from dsmoe_op import DualStreamMoE
-from dsmoe_op.cli import branches, comparison, decode, hazard, main, output, profiling, run, small_models
+from dsmoe_op import DualStreamMoE, formats
+from dsmoe_op.cli import branches, comparison, decode, hazard, main, output, profiling, quantized, run, small_models
 from dsmoe_op.cli.profiling import Streams, Work
 
 pytest.importorskip("transformers")
@@ -83,6 +83,7 @@ def test_the_package_runs_as_a_module() -> None:
         ("run --tokens 0", "--tokens", "2..1024"),
         ("run --dtype int8", "--dtype", "bf16"),
         ("run --device cuda", "--device", "cpu"),
+        ("run --format fp4", "--format", "mxfp4"),
         ("run --family gpt2", "--family", "deepseek_v3"),
         ("run --schedule both", "--schedule", "dual_shared_main"),
         ("run --cuda-graph-bs 1,two", "--cuda-graph-bs", "1..512 separated by commas"),
@@ -160,9 +161,9 @@ def test_logits_in_half_precision_are_as_near_to_float32_as_the_plain_models(dty
     assert all(row["agrees"] and row["logits_error"] < 0.2 for row in result["patched"])
 
 
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("what", ["--dtype fp32", "--dtype bf16", "--format int4", "--format fp8_block"])
 def test_a_model_that_computes_something_else_is_a_mismatch(
-    dtype: str, monkeypatch: pytest.MonkeyPatch, run_json: Any
+    what: str, monkeypatch: pytest.MonkeyPatch, run_json: Any
 ) -> None:
     from dsmoe_op import hf
 
@@ -176,10 +177,35 @@ def test_a_model_that_computes_something_else_is_a_mismatch(
         return count
 
     monkeypatch.setattr(hf, "replace_moe_blocks", swap_and_break)
-    code, result = run_json("--dtype", dtype)
+    code, result = run_json(*what.split(), "--requests", "2")
     assert code == 1
     assert not result["match"]
     assert not any(row["agrees"] for row in result["patched"])
+
+
+@pytest.mark.parametrize("format", formats.FORMATS)
+def test_quantised_weights_give_the_tokens_of_what_they_stand_for(format: str, run_json: Any) -> None:
+    code, result = run_json("--format", format, "--requests", "2")
+    (row,) = result["patched"]
+    assert code == 0
+    assert result["format"] == format
+    if format.startswith("fp8"):  # the experts' rows are quantised too
+        assert "rows too" in result["criterion"]
+        assert 0.3 * result["noise"] < row["logits_error"]
+    else:
+        assert row["tokens_equal"]
+        assert row["logits_error"] < 1e-5
+
+
+def test_a_format_that_the_op_does_not_take_here_ends_with_2_and_its_text(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def prepare(module: DualStreamMoE) -> None:
+        raise ValueError(f"routed_format: expected None on CUDA, got {module.config.routed_format!r}")
+
+    monkeypatch.setattr(DualStreamMoE, "prepare", prepare)
+    assert main(["run", *SMALL, "--format", "int4"]) == 2
+    assert "int4 on cpu: routed_format: expected None on CUDA, got 'int4'" in capsys.readouterr().err
 
 
 def test_a_patched_model_that_raises_is_a_mismatch_with_its_text(
@@ -287,6 +313,25 @@ def test_decoding_from_the_static_cache_is_the_forward_without_one(family: str) 
         whole = model(torch.cat([prompts, decoded.tokens], 1)[:, :-1]).logits[:, 10:]
     torch.testing.assert_close(decoded.logits, whole, rtol=1e-4, atol=1e-4)
     assert torch.equal(decoded.tokens, whole.argmax(-1))
+
+
+@torch.no_grad()
+def test_input_scales_are_of_the_largest_that_a_text_makes() -> None:
+    model, text = _build("deepseek_v3"), torch.randint(0, 256, (1, 9))
+    block, seen = model.get_submodule("model.layers.1.mlp"), {}
+    block.register_forward_pre_hook(lambda _, inputs: seen.update(x=inputs[0].reshape(9, -1)))
+    block.shared_experts.down_proj.register_forward_pre_hook(lambda _, inputs: seen.update(shared=inputs[0]))
+    model(text)
+    gate, up = torch.einsum("th,erh->etr", seen["x"], block.experts.gate_up_proj).chunk(2, -1)
+    largest = {"w13": seen["x"], "w2": torch.nn.functional.silu(gate) * up} | {
+        "shared_w13": seen["x"],
+        "shared_w2": seen["shared"],
+    }
+    block.shared_experts.down_proj._forward_pre_hooks.clear()
+    patched, _ = quantized.twin(model, "fp8_tensor", "auto", text)
+    tensors = patched.get_submodule("model.layers.1.mlp").tensors()
+    for name, values in largest.items():
+        torch.testing.assert_close(tensors[f"{name}_input_scale"] * 448, values.abs().max().reshape(1))
 
 
 class _Recorder(TorchDispatchMode):

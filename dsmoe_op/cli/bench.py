@@ -30,6 +30,7 @@ from dsmoe_op.cli.comparison import DTYPES
 from dsmoe_op.cli.output import CommandError
 from dsmoe_op.cli.problem import Problem
 from dsmoe_op.cli.shapes import Ceilings, Shape
+from dsmoe_op.formats import FORMATS
 
 TOKENS = (1, 4, 16, 64, 256, 1024, 4096)
 COLUMNS = (
@@ -260,6 +261,8 @@ def add_parser(subparsers: Any) -> None:
         metavar="A,B",
         help=f"some of {', '.join(DTYPES)} (bf16)",
     )
+    quantise = f"quantise the op's experts, the others have what that stands for: one of {', '.join(FORMATS)} (none)"
+    add("--format", choices=list(FORMATS), metavar="NAME", help=quantise)
     add(
         "--schedule",
         type=arguments.some_of(SCHEDULES),
@@ -296,6 +299,8 @@ def _command(options: argparse.Namespace, parser: argparse.ArgumentParser) -> in
         for shape in options.shape:
             if (reason := shapes.gpu_refuses(shape)) is not None:
                 parser.error(f"argument --shape: {reason}")
+    if options.format:
+        options.shape = tuple(shapes.quantised(shape, options.format) for shape in options.shape)
     fused_is_asked = options.schedule is not None and "fused" in options.schedule
     for shape in options.shape:
         if fused_is_asked and (reason := shapes.fused_refuses(shape)) is not None:

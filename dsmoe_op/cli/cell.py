@@ -110,16 +110,23 @@ class _Bench:
         problem, T = self.problem, self.T
         main = "auto" if "auto" in schedules else schedules[0]
         ordered = [main, *(s for s in schedules if s != main)]
-        ours = [peers.ours(problem.shape, schedule) for schedule in ordered]
+        ours = [peers.ours(problem, schedule) for schedule in ordered]
         others = [c for name in against for c in peers.AGAINST[name](problem, T)]
         hit = problem.hit(self.inputs)
         ceilings = self.ceilings
         floor = shapes.floor_us(
-            problem.shape, T, hit, problem.itemsize, ceilings.bandwidth, ceilings.flops[problem.dtype], ceilings.cache
+            problem.shape,
+            T,
+            hit,
+            problem.itemsize,
+            ceilings.bandwidth,
+            ceilings.flops[problem.dtype],
+            ceilings.cache,
+            weight_bytes=problem.weight_bytes,
         )
         rows = [self._prepare(candidate) for candidate in ours]
-        alone = peers.ours(problem.shape, "serial", shared=False)
-        wanted = {peers.ours(problem.shape, schedule).name for schedule in ("serial", "dual")}
+        alone = peers.ours(problem, "serial", shared=False)
+        wanted = {peers.ours(problem, schedule).name for schedule in ("serial", "dual")}
         hides = self.gpu and problem.shape.S > 0 and T <= HIDDEN_UP_TO and wanted <= self.graphs.keys()
         if hides:
             hides = self._prepare(alone, checked=False).status == OK
@@ -171,7 +178,9 @@ class _Bench:
             if checked:
                 errors = [self.answers.error(i, outputs[i]) for i in self.answers.inputs]
                 row.error = max(errors, key=lambda e: math.inf if math.isnan(e) else e)
-                row.status = OK if row.error <= self.answers.limit else WRONG  # NaN is wrong
+                is_ours = candidate.name.startswith(peers.OURS)
+                limit = self.answers.limit if is_ours else self.answers.limit_of_others
+                row.status = OK if row.error <= limit else WRONG  # NaN is wrong
             if row.graph:
                 self.graphs[row.candidate] = captured
             self.calls[row.candidate] = call

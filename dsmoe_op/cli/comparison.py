@@ -6,6 +6,11 @@ Both have the same weights. What they must agree on:
   (relative L2 distance of a position's logits, averaged over positions) may be at most NOISE_FACTOR times the plain
   model's largest plus NOISE_FLOOR. A fixed bound on the distance of the two would mean little: where two experts are
   nearly tied, rounding decides which is chosen, in either model, and that position's logits are then quite others.
+
+With a format the patched model's expert weights are quantised, and the plain model's are what these stand for, so that
+all of the above holds. But where the format quantises the experts' rows too, which the plain model does not, tokens may
+differ in float32 as well. There the patched model may have NOISE_FACTOR times the error that the plain model has with
+noise of ROWS_NOISE on what each MoE block returns, plus ROWS_FLOOR.
 """
 
 from __future__ import annotations
@@ -21,10 +26,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dsmoe_op.cli import decode, output, profiling, small_models
+from dsmoe_op import DualStreamMoE
+from dsmoe_op.cli import decode, output, profiling, quantized, small_models
 from dsmoe_op.cli.output import CommandError
+from dsmoe_op.formats import FORMATS, FormatName
 
 NOISE_FACTOR, NOISE_FLOOR = 1.5, 0.1
+ROWS_NOISE, ROWS_FLOOR = 0.05, 0.02
+"""Relative to a row's norm. Rows in fp8 give a layer's output an error of 0.043 to 0.046 in exact arithmetic."""
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
@@ -35,6 +44,7 @@ class Job:
     Attributes:
         sizes: batch sizes that compiled and captured steps exist for, ascending.
         requests: how many requests decode together, one run each; padded to the next size where steps exist for sizes.
+        format: of the patched model's expert weights; the plain model's are then what those stand for. None: none.
         compare_modes: whether the plain model is compiled and captured too, for its speed.
     """
 
@@ -51,6 +61,17 @@ class Job:
     compile: bool
     graphs: bool
     compare_modes: bool
+    format: FormatName | None = None
+
+    @property
+    def rounds_rows(self) -> bool:
+        """Whether the format quantises what the experts' weights multiply."""
+        return self.format is not None and FORMATS[self.format].activations is not None
+
+    @property
+    def exact(self) -> bool:
+        """Whether tokens are to be equal."""
+        return self.dtype == "fp32" and not self.rounds_rows
 
     def padded(self, requests: int) -> int:
         return min(size for size in self.sizes if size >= requests)
@@ -87,6 +108,7 @@ class Result:
     Attributes:
         moe_layers: how many blocks were swapped.
         plain_experts: transformers' name of what the plain model's experts ran with.
+        noise: the plain model's error, which the patched model's is held against where tokens may differ.
         smallest_gap: between the best two logits of the plain model, over all tokens.
         largest_difference: of one logit between patched and reference.
         graphs: for each compile of the patched model, its dsmoe nodes.
@@ -99,6 +121,7 @@ class Result:
     moe_layers: int
     plain_experts: str
     rows: list[Row]
+    noise: float
     smallest_gap: float
     largest_difference: float
     graphs: list[list[str]]
@@ -137,24 +160,36 @@ def _compare(job: Job) -> Result:
     begin = time.perf_counter()
     with output.progress(_count_rows(job) + 2, "build the model") as bar:
         model = small_models.build(job.family, job.size, dtype=DTYPES[job.dtype], device=job.device, seed=job.seed)
-        bar.update()
         measure = _Measure(job, bar)
+        patched, swapped = None, 0
+        if job.format is not None:
+            bar.set_description(f"quantise to {job.format}")
+            try:
+                patched, swapped = quantized.twin(model, job.format, job.schedule, measure.prompts[:1])
+            except ValueError as error:
+                raise CommandError(f"{job.family} in {job.format} on {job.device}: {error}") from None
+        bar.update()
         measure.reference(model)
+        if job.rounds_rows and patched is not None:
+            measure.noise_of_rows(model, [name for name, m in patched.named_modules() if isinstance(m, DualStreamMoE)])
         bar.update()
         all_modes = job.compare_modes
         measure.model("plain", model, compiled=job.compile and all_modes, graphs=job.graphs and all_modes)
-        try:
-            swapped = replace_moe_blocks(model, job.schedule)
-        except ValueError as error:
-            raise CommandError(f"{job.family}: {error}") from None
+        if patched is None:
+            patched = model
+            try:
+                swapped = replace_moe_blocks(model, job.schedule)
+            except ValueError as error:
+                raise CommandError(f"{job.family}: {error}") from None
         if not swapped:
             raise CommandError(f"{job.family}: expected MoE blocks in the model, found none")
-        measure.model("patched", model, compiled=job.compile, graphs=job.graphs)
+        measure.model("patched", patched, compiled=job.compile, graphs=job.graphs)
     return Result(
         job=job,
         moe_layers=swapped,
         plain_experts=measure.plain_experts,
         rows=measure.rows,
+        noise=measure.noise,
         smallest_gap=measure.smallest_gap,
         largest_difference=measure.largest_difference,
         graphs=measure.compiled_graphs,
@@ -192,7 +227,7 @@ class _Measure:
         self.tokens, self.logits = torch.empty(0), torch.empty(0)
         self.smallest_gap = 0.0
         self.plain_experts = ""
-        self.noise = 0.0  # the plain eager model's largest error
+        self.noise = 0.0  # the plain eager model's largest error, with noise on its blocks where the format has it
 
     def reference(self, model: Any) -> None:
         """The plain eager model's tokens, and the logits to compare with: its own, or its weights' in float32."""
@@ -206,6 +241,23 @@ class _Measure:
         if self.job.dtype != "fp32":
             self.logits = self._plain(copy.deepcopy(model).float(), forced=self.tokens).logits
         self.plain_experts = model.config._experts_implementation
+
+    def noise_of_rows(self, model: nn.Module, blocks: list[str]) -> None:
+        """What noise as large as that of rows in fp8 makes of the plain model."""
+        generator = torch.Generator(self.job.device).manual_seed(self.job.seed)
+
+        def add(block: nn.Module, inputs: Any, out: Any) -> Any:
+            hidden = out[0] if isinstance(out, tuple) else out
+            noise = torch.randn(hidden.shape, device=hidden.device, generator=generator)
+            size = ROWS_NOISE * hidden.float().square().mean(-1, keepdim=True).sqrt()
+            noisy = (hidden.float() + size * noise).to(hidden.dtype)
+            return (noisy, *out[1:]) if isinstance(out, tuple) else noisy
+
+        handles = [model.get_submodule(name).register_forward_hook(add) for name in blocks]
+        decoded = self._plain(model, forced=self.tokens)
+        for handle in handles:
+            handle.remove()
+        self.noise = _error(decoded.logits, self.logits)
 
     def _plain(self, model: Any, **options: Any) -> decode.Decoded:
         """The plain model decodes; its experts run as a loop where the kernels that transformers picks fail."""
@@ -311,12 +363,17 @@ class _Measure:
         free = self._decode(batch, requests, keep_logits=False)
         row.tokens_per_s = round(requests * (self.job.tokens - 1) / free.seconds, 1)
         row.tokens_equal = torch.equal(free.tokens, tokens)
-        distance = (forced.logits - logits).norm(dim=-1) / logits.norm(dim=-1)
-        row.logits_error = distance.mean().item()
+        row.logits_error = _error(forced.logits, logits)
         if row.model == "plain":
             if row.mode == "eager":
                 self.noise = max(self.noise, row.logits_error)
             return
         self.largest_difference = max(self.largest_difference, (forced.logits - logits).abs().max().item())
-        within = row.logits_error <= NOISE_FACTOR * self.noise + NOISE_FLOOR
-        row.agrees = row.tokens_equal if self.job.dtype == "fp32" else within
+        floor = ROWS_FLOOR if self.job.rounds_rows else NOISE_FLOOR
+        within = row.logits_error <= NOISE_FACTOR * self.noise + floor
+        row.agrees = row.tokens_equal if self.job.exact else within
+
+
+def _error(logits: Tensor, expected: Tensor) -> float:
+    """Relative L2 distance of a position's logits, averaged over positions."""
+    return ((logits - expected).norm(dim=-1) / expected.norm(dim=-1)).mean().item()

@@ -36,13 +36,15 @@ class Candidate(NamedTuple):
     captured: bool = True
 
 
-def ours(shape: Shape, schedule: str, *, shared: bool = True) -> Candidate:
+def ours(problem: Problem, schedule: str, *, shared: bool = True) -> Candidate:
     """The op; without its shared expert too, for what that one adds."""
-    options: dict[str, Any] = {"config": shape.config, "schedule": schedule}
-    absent = {} if shared else {"shared_w13": None, "shared_w2": None, "shared_gate": None}
+    options: dict[str, Any] = {"config": problem.shape.config, "schedule": schedule}
 
     def layer(x: Tensor, w: Weights) -> Tensor:
-        return dual_stream_moe(x, **options, **(w._asdict() | absent))
+        given = problem.tensors(w)
+        if not shared:
+            given = {name: t for name, t in given.items() if not name.startswith("shared_")}
+        return dual_stream_moe(x, **options, **given)
 
     return Candidate(f"{OURS} {schedule}" if shared else f"{OURS} routed only", lambda: layer)
 

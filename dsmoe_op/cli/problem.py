@@ -5,11 +5,12 @@ from __future__ import annotations
 import math
 import os
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from dsmoe_op import reference
+from dsmoe_op import DualStreamMoE, formats, quantizing, reference
 from dsmoe_op.cli.comparison import DTYPES
 from dsmoe_op.cli.output import CommandError
 from dsmoe_op.cli.plain import Weights
@@ -22,6 +23,11 @@ CHECKED_ROWS = 64
 """Of each input that is checked: the first, the last and one between."""
 ERROR_LIMITS = {"bf16": 1e-2, "fp16": 2e-3, "fp32": 1e-4}
 """Relative distance (Frobenius) from the reference, from which a result counts as wrong."""
+ROWS_LIMITS = 2e-2, 1e-1
+"""The same where the op quantises rows: of the op, whose rows may be rounded otherwise here and there, and of others,
+whose rows are not quantised."""
+LARGEST = {"w13": 6.0, "w2": 20.0}
+"""Magnitudes of x and h that fp8_tensor reaches to."""
 CLEAR = 2e-5
 """Noise on the logits that may not change a row's choice: float32 sums in another order are far nearer."""
 
@@ -33,17 +39,25 @@ class Problem:
     experts where one copy is not large enough, that whatever a call over all copies reads is in no cache at the next.
     On a CPU there is one copy.
 
+    Where the shape's config has formats, the op has quantised weights, and the others have what these stand for.
+
+    Attributes:
+        weight_bytes: of an expert's weight in the op, with its part of the scales.
+
     Raises:
-        CommandError: the memory is not there.
+        CommandError: the memory is not there, or the op does not take the format on the device.
     """
 
     def __init__(self, shape: Shape, dtype: str, device: torch.device, seed: int) -> None:
         self.shape, self.dtype, self.device = shape, dtype, device
         self.itemsize = DTYPES[dtype].itemsize
+        format = shape.config.routed_format
+        self.weight_bytes: float = self.itemsize if format is None else formats.FORMATS[format].bits / 8
+        self.rounds_rows = format is not None and formats.FORMATS[format].activations is not None
         self.copies = self.routed_copies = 1
         if device.type == "cuda":
-            self.copies = _copies(shape.other_elements * self.itemsize, at_least=4)
-            self.routed_copies = _copies(shape.routed_elements * self.itemsize, at_least=1)
+            self.copies = _copies(shape.other_elements * self.weight_bytes, at_least=4)
+            self.routed_copies = _copies(shape.routed_elements * self.weight_bytes, at_least=1)
         self._check_memory()
         self.generator = torch.Generator(device).manual_seed(seed)
         H, I, E, S = shape.H, shape.I, shape.E, shape.S
@@ -60,6 +74,39 @@ class Problem:
             )
             for _ in range(self.copies)
         ]
+        self._quantised: dict[int, dict[str, Tensor]] = {}
+        if format is not None:
+            for w13, w2 in self.routed:
+                self._quantise({"w13": w13, "w2": w2})
+            for _, shared_w13, shared_w2, _ in self.others:
+                self._quantise({"shared_w13": shared_w13, "shared_w2": shared_w2})
+            made = [t for w in self.routed[0] for t in self._quantised[id(w)].values()]
+            self.weight_bytes = sum(t.nbytes for t in made) / shape.routed_elements
+            try:
+                given = {name: t for name, t in self.tensors(self.at(0)).items() if t is not None}
+                DualStreamMoE.from_tensors(shape.config, given)
+            except ValueError as error:
+                raise CommandError(f"--format: the op does not take it on {device}: {error}") from None
+
+    def _quantise(self, weights: dict[str, Tensor | None]) -> None:
+        """Writes into these weights what they are once they are quantised."""
+        config = self.shape.config
+        for name, weight in weights.items():
+            format = config.format_of(name)
+            if weight is None or format is None:
+                continue
+            halves = config.halves(name)
+            parts = quantizing.quantize_each(format, weight, halves=halves)
+            if format == "fp8_tensor":
+                largest = LARGEST[name.removeprefix("shared_")]
+                parts = parts._replace(input_scale=torch.full((1,), largest / formats.LARGEST_E4M3, device=self.device))
+            stacked = weight.dim() == 3
+            for e, its_weight in enumerate(weight if stacked else [weight]):
+                its = parts.expert(e) if stacked else parts
+                columns = weight.shape[-1]
+                its_weight.copy_(formats.dequantize(format, its, columns, halves=halves, dtype=torch.float32))
+            named = zip(formats.SUFFIXES, parts, strict=True)
+            self._quantised[id(weight)] = {name + suffix: t for suffix, t in named if t is not None}
 
     def _normal(self, *size: int) -> Tensor:
         """A unit variance through each product."""
@@ -72,7 +119,8 @@ class Problem:
 
     def _check_memory(self) -> None:
         elements = self.routed_copies * self.shape.routed_elements + self.copies * self.shape.other_elements
-        needed, free = elements * self.itemsize, free_bytes(self.device)
+        quantised = self.weight_bytes if self.shape.config.routed_format is not None else 0
+        needed, free = elements * (self.itemsize + quantised), free_bytes(self.device)
         if needed > 0.95 * free:
             raise CommandError(
                 f"--shape: {self.shape.name} in {self.dtype} has {needed / 1e9:.1f} GB of weights, "
@@ -84,6 +132,14 @@ class Problem:
         (w13, w2), others = self.routed[i % self.routed_copies], self.others[i % self.copies]
         router_weight, shared_w13, shared_w2, shared_gate = others
         return Weights(router_weight, self.correction_bias, w13, w2, shared_w13, shared_w2, shared_gate)
+
+    def tensors(self, weights: Weights) -> dict[str, Any]:
+        """What the op has in the place of these weights, by argument name."""
+        given: dict[str, Any] = weights._asdict()
+        if self._quantised:
+            for weight in weights:
+                given |= self._quantised.get(id(weight), {})
+        return given
 
     def count(self, T: int) -> int:
         """How many inputs of T tokens one timed round has."""
@@ -136,13 +192,16 @@ class Answers:
     """What the layer is for some rows of some inputs, in float32, or in float64 for a layer in float32."""
 
     def __init__(self, problem: Problem, inputs: list[Tensor]) -> None:
-        self.limit = ERROR_LIMITS[problem.dtype]
+        limit = ERROR_LIMITS[problem.dtype]
+        self.limit, self.limit_of_others = ROWS_LIMITS if problem.rounds_rows else (limit, limit)
         T = len(inputs[0])
         self.rows = torch.linspace(0, T - 1, min(T, CHECKED_ROWS), device=problem.device).round().long()
         self.inputs = sorted({0, len(inputs) // 2, len(inputs) - 1})
         exact = torch.float64 if problem.dtype == "fp32" else torch.float32
         self.right = {
-            i: reference.moe(inputs[i][self.rows], config=problem.shape.config, dtype=exact, **problem.at(i)._asdict())
+            i: reference.moe(
+                inputs[i][self.rows], config=problem.shape.config, dtype=exact, **problem.tensors(problem.at(i))
+            )
             for i in self.inputs
         }
 
@@ -153,7 +212,7 @@ class Answers:
         return float(difference.norm() / right.norm())
 
 
-def _copies(size: int, at_least: int) -> int:
+def _copies(size: float, at_least: int) -> int:
     """How many copies of `size` bytes come to COLD_BYTES."""
     return max(at_least, min(MAX_COPIES, math.ceil(COLD_BYTES / size)))
 

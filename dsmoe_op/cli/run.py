@@ -10,7 +10,8 @@ import torch
 
 from dsmoe_op.checks import SCHEDULES
 from dsmoe_op.cli import arguments, output, profiling, small_models
-from dsmoe_op.cli.comparison import DTYPES, NOISE_FACTOR, NOISE_FLOOR, Job, Result, Row, compare
+from dsmoe_op.cli.comparison import DTYPES, NOISE_FACTOR, NOISE_FLOOR, ROWS_FLOOR, ROWS_NOISE, Job, Result, Row, compare
+from dsmoe_op.formats import FORMATS
 
 PROMPT = (
     "A mixture-of-experts layer sends each token to a few of its experts and adds what a shared expert makes of every "
@@ -34,6 +35,7 @@ def as_json(result: Result) -> dict[str, Any]:
         "criterion": _criterion(job),
         "family": job.family,
         "dtype": job.dtype,
+        "format": job.format,
         "device": str(job.device),
         **_versions(job.device),
         "layers": job.size.layers,
@@ -48,6 +50,7 @@ def as_json(result: Result) -> dict[str, Any]:
         "sizes": list(job.sizes),
         "plain": rows("plain"),
         "patched": rows("patched"),
+        "noise": result.noise,
         "smallest_gap": result.smallest_gap,
         "largest_logits_difference": result.largest_difference,
         "compile": {
@@ -72,13 +75,15 @@ def report(result: Result) -> str:
     job, versions = result.job, _versions(result.job.device)
     dense = "" if result.moe_layers == job.size.layers else f", {result.moe_layers} of them MoE"
     columns = ("model", "mode", "requests", "batch", "tokens/s", "tokens", "logits error", "")
+    plain = "as it is" if job.format is None else "on what the quantised weights stand for"
     lines = [
         f"{job.family} of transformers {versions['transformers']}, torch {versions['torch']}, {versions['hardware']}",
-        f"{job.size.layers} layers{dense}, hidden {job.size.hidden}, {job.size.experts} experts, {job.dtype}, "
+        f"{job.size.layers} layers{dense}, hidden {job.size.hidden}, {job.size.experts} experts, {job.dtype}"
+        f"{'' if job.format is None else f', expert weights in {job.format}'}, "
         f"seed {job.seed}, schedule {job.schedule}; prompt of {len(job.prompt.encode())} tokens, {job.tokens} new ones",
         "",
         output.table(columns, [_cells(row) for row in result.rows]),
-        f"plain: the model as it is; patched: its {result.moe_layers} MoE blocks swapped for the op. logits error: the "
+        f"plain: the model {plain}; patched: its {result.moe_layers} MoE blocks swapped for the op. logits error: the "
         "norm of the difference from the reference, fed the same tokens, over the norm of the reference",
         "",
     ]
@@ -103,6 +108,8 @@ def report(result: Result) -> str:
             f"smallest gap between the best two logits {result.smallest_gap:.2g}, "
             f"largest difference of a logit {result.largest_difference:.2g}"
         )
+    if job.rounds_rows:
+        lines.append(f"logits error of the plain model with noise of {ROWS_NOISE} on its MoE blocks {result.noise:.1e}")
     lines.append(f"{'match' if result.match else 'MISMATCH'} ({_criterion(job)}); {result.seconds:.0f} s")
     return "\n".join(lines)
 
@@ -116,12 +123,15 @@ def _cells(row: Row) -> list[object]:
 
 
 def _criterion(job: Job) -> str:
-    if job.dtype == "fp32":
-        return "greedy tokens equal those of the plain eager model"
-    bound = f"({NOISE_FACTOR} times that of the plain model) + {NOISE_FLOOR}"
-    return (
-        f"fed the same tokens, logits error against the float32 model at most {bound}; tokens may differ in {job.dtype}"
-    )
+    model = "model" if job.format is None else "model on the dequantised weights"
+    if job.exact:
+        return f"greedy tokens equal those of the plain eager {model}"
+    if job.rounds_rows:
+        noise = f"that of the plain model with noise of {ROWS_NOISE} on what each MoE block returns"
+        bound, why = f"({NOISE_FACTOR} times {noise}) + {ROWS_FLOOR}", f"since {job.format} quantises rows too"
+    else:
+        bound, why = f"({NOISE_FACTOR} times that of the plain model) + {NOISE_FLOOR}", f"in {job.dtype}"
+    return f"fed the same tokens, logits error against the float32 {model} at most {bound}; tokens may differ {why}"
 
 
 def _no_graphs(job: Job) -> str:
@@ -161,6 +171,8 @@ def add_parser(subparsers: Any) -> None:
     add("--prompt", type=arguments.text, default=PROMPT, metavar="TEXT", help="its bytes are the tokens (a paragraph)")
     add("--tokens", type=arguments.integer(2, 1024), default=32, metavar="N", help="new tokens of each request (32)")
     add("--schedule", choices=list(SCHEDULES), default="auto", help="of the op (auto)")
+    quantise = f"quantise the experts' weights: one of {_list(FORMATS)} (none)"
+    add("--format", choices=list(FORMATS), metavar="NAME", help=quantise)
     add("--seed", type=arguments.integer(0, 2**31), default=0, metavar="N", help="of the weights (0)")
     add("--enable-torch-compile", action="store_true", help="compile the decode step, fullgraph=True")
     sizes = arguments.integers(1, 512)
@@ -203,6 +215,7 @@ def _command(options: argparse.Namespace, parser: argparse.ArgumentParser) -> in
         compile=options.enable_torch_compile,
         graphs=options.cuda_graph_bs is not None and device.type == "cuda",
         compare_modes=options.compare_modes,
+        format=options.format,
     )
     with output.stdout_kept_for_json(options.json):
         result = compare(job)

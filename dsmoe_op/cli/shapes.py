@@ -9,6 +9,7 @@ import re
 from typing import Any
 
 from dsmoe_op.config import MoEConfig
+from dsmoe_op.formats import FormatName
 
 ROWS_COUNT_FROM = 1024
 """Tokens from which the rows between the experts and the sum no longer stay in a cache."""
@@ -158,6 +159,12 @@ def fused_refuses(shape: Shape) -> str | None:
     return None
 
 
+def quantised(shape: Shape, format: FormatName) -> Shape:
+    """With its experts and its shared expert in the format, which the name has too."""
+    config = dataclasses.replace(shape.config, routed_format=format, shared_format=format)
+    return dataclasses.replace(shape, name=f"{shape.name} {format}", config=config)
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Ceilings:
     """What a machine does at best.
@@ -175,7 +182,10 @@ class Ceilings:
     launch_us: float = 0.0
 
 
-def floor_us(shape: Shape, T: int, hit: float, itemsize: int, bandwidth: float, flops: float, cache: float) -> float:
+def floor_us(
+    shape: Shape, T: int, hit: float, itemsize: int, bandwidth: float, flops: float, cache: float,
+    *, weight_bytes: float | None = None,
+) -> float:  # fmt: skip
     """Microseconds below which no layer can be: bytes that it must move, or its arithmetic, at the machine's ceilings.
 
     Bytes: weights of the experts that are hit, shared expert and router, input and output, and from ROWS_COUNT_FROM
@@ -183,9 +193,10 @@ def floor_us(shape: Shape, T: int, hit: float, itemsize: int, bandwidth: float, 
 
     Args:
         hit: distinct experts that the T tokens chose; may be a mean.
+        weight_bytes: of a weight of the experts and the shared one, where it is not itemsize.
     """
     H, I, E, K, S = shape.H, shape.I, shape.E, shape.K, shape.S
-    moved = itemsize * (3 * H * (hit * I + S) + E * H + 2 * T * H)
+    moved = (weight_bytes or itemsize) * 3 * H * (hit * I + S) + itemsize * (E * H + 2 * T * H)
     if T >= ROWS_COUNT_FROM:
         moved += 2 * max(0.0, itemsize * T * K * H - cache)
     arithmetic = 6 * T * H * (K * I + S) + 2 * T * H * E

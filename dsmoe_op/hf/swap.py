@@ -10,10 +10,12 @@ from torch import Tensor, nn
 
 from dsmoe_op.checks import SCHEDULES
 from dsmoe_op.config import MoEConfig
+from dsmoe_op.formats import FormatName
 from dsmoe_op.hf.blocks import Plan, class_name, is_block, looks_like_moe, read_block
 from dsmoe_op.hf.shared import MergedMLP
 from dsmoe_op.module import DualStreamMoE
 from dsmoe_op.ops import dual_stream_moe, route
+from dsmoe_op.quantizing import with_formats
 
 _HOOKS = (
     "_forward_hooks",
@@ -64,6 +66,13 @@ class TransformersMoE(DualStreamMoE):
         if self._config_32 is not None and super().tensors()["router_weight"].dtype == torch.float32:
             return self._config_32
         return self._config
+
+    def _set_formats(self, routed: FormatName | None, shared: FormatName | None) -> None:
+        self._config = with_formats(self._config, routed, shared)
+        if self._config_32 is not None:
+            self._config_32 = with_formats(self._config_32, routed, shared)
+        if routed is not None:
+            self._transposed = False  # in a format they are as the op's arguments
 
     def tensors(self) -> dict[str, Tensor]:
         found = super().tensors()
