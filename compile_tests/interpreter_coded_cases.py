@@ -185,21 +185,21 @@ def check_gemm2(rng, name, tile, *, dtype=FP32, T=37, H=80, I=144, E=5, **option
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_gemm1_is_right_in_every_tile(rng, name):
+def test_gemm1_of_codes_is_right_in_every_tile(rng, name):
     for dtype in (FP32, FP16):
         for tile in coded_tiles(name, dtype, "gemm1"):
             check_gemm1(rng, name, tile, dtype=dtype)
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_gemm2_is_right_in_every_tile(rng, name):
+def test_gemm2_of_codes_is_right_in_every_tile(rng, name):
     for dtype in (FP32, FP16):
         for tile in coded_tiles(name, dtype, "gemm2"):
             check_gemm2(rng, name, tile, dtype=dtype)
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_gemm1_is_right_in_every_form(rng, name):
+def test_gemm1_of_codes_is_right_in_every_form(rng, name):
     tile = coded_tiles(name, FP16, "gemm1")[0]
     for order in ("up_gate", "interleaved"):
         check_gemm1(rng, name, tile, T=5, config=MoEConfig(top_k=2, w13_order=order), bias=True)

@@ -83,7 +83,7 @@ def profile_layer(options: argparse.Namespace, device: torch.device, bar: Any) -
     bar.set_description(f"{shape.name}, weights")
     problem = Problem(shape, options.dtype, device, options.seed)
     inputs = [problem.draw(T) for _ in range(options.calls)]
-    layer = peers.ours(shape, options.schedule).build()
+    layer = peers.ours(problem, options.schedule).build()
 
     def call(i: int) -> torch.Tensor:
         return layer(inputs[i], problem.at(i))
