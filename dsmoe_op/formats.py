@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Literal, NamedTuple
 
 import torch
@@ -184,14 +184,14 @@ def dequantize(
     if format.rows is None:
         return w * _per_row(weight.scale, w.dim(), rows, halves, interleaved, dtype)
     scale = power_of_two(weight.scale).to(dtype)
-    column = torch.arange(columns, device=w.device) // group_size(name, columns, scale.shape[-1])
+    size = group_size(name, columns, scale.shape[-1])
     if weight.zero_point is not None:
-        w = w - unpack_rows(weight.zero_point, rows, dtype)[..., column]
+        _each_group(w, size, torch.Tensor.sub_, unpack_rows(weight.zero_point, rows, dtype))
     elif name == "int4":
-        w = w - INT4_ZERO
+        w -= INT4_ZERO
     if format.rows > 1:
         scale = scale[..., scale_row(rows, scale.shape[-2], halves, interleaved).to(w.device), :]
-    w = w * scale[..., column]
+    _each_group(w, size, torch.Tensor.mul_, scale)
     if weight.global_scale is not None:
         w = w * _per_row(weight.global_scale, w.dim(), rows, halves, interleaved, dtype)
     return w
@@ -201,11 +201,9 @@ def unpack(name: str, q: Tensor, dtype: torch.dtype) -> Tensor:
     """The numbers that q stores, [..., R, K]; of int4 0..15."""
     if FORMATS[name].bits == 8:
         return q.to(dtype)
-    nibbles = _nibbles(q)
-    if name == "int4":
-        return nibbles.to(dtype)
-    values = torch.tensor([*E2M1, *(-v for v in E2M1)], dtype=dtype, device=q.device)
-    return values[nibbles.long()]
+    values = range(16) if name == "int4" else (*E2M1, *(-v for v in E2M1))
+    pairs = torch.tensor([(low, high) for high in values for low in values], dtype=dtype, device=q.device)
+    return torch.nn.functional.embedding(q.contiguous().view(torch.uint8).int(), pairs).flatten(-2)
 
 
 def pack(nibbles: Tensor, dtype: torch.dtype = torch.uint8) -> Tensor:
@@ -236,6 +234,13 @@ def _nibbles(packed: Tensor) -> Tensor:
 
 def _padded(t: Tensor, multiple: int) -> Tensor:
     return torch.nn.functional.pad(t, (0, -t.shape[-1] % multiple))
+
+
+def _each_group(w: Tensor, size: int, change: Callable[[Tensor, Tensor], Tensor], by: Tensor) -> None:
+    """Changes [..., R, K] in place: each `size` columns, and what is left of a row, by their column of `by`."""
+    whole = w.shape[-1] // size
+    change(w[..., : whole * size].unflatten(-1, (whole, size)), by[..., :whole].unsqueeze(-1))
+    change(w[..., whole * size :], by[..., whole:])
 
 
 def _per_row(
