@@ -1104,3 +1104,22 @@ def test_scales_that_are_none_are_as_if_left_out():
     assert torch.equal(
         dual_stream_moe(x, **layer, w13_scale=None, shared_w2_input_scale=None), dual_stream_moe(x, **layer)
     )
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int32])
+@pytest.mark.parametrize(("rows", "groups"), [(4, 2), (8, 3), (24, 1), (8, 1)])
+def test_zero_points_may_have_any_strides_that_are_contiguous(dtype, rows, groups):
+    """Dims of 1 may have any, and a view of another dtype asks for some."""
+    zeros = torch.randint(0, 16, (2, rows, groups), dtype=torch.uint8)
+    packed = formats.pack_rows(zeros, dtype)
+    other = torch.empty_strided(packed.shape, tuple(8 if n == 1 else s for n, s in strides_of(packed)), dtype=dtype)
+    other.copy_(packed)
+    for one in (packed, other, packed[0]):
+        assert one.is_contiguous()
+        want = zeros if one.dim() == 3 else zeros[0]
+        assert torch.equal(formats.unpack_rows(one, rows, torch.uint8), want)
+        assert formats.bytes_of(one).data_ptr() == one.data_ptr()
+
+
+def strides_of(t: Tensor) -> list[tuple[int, int]]:
+    return list(zip(t.shape, torch.empty(t.shape).stride(), strict=True))

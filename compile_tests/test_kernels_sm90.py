@@ -303,7 +303,7 @@ def coded_weight(name: str, E: int, R: int, C: int, halves: int) -> dict[str, An
 
 @pytest.mark.parametrize("name", formats.FORMATS)
 def test_quantised_products_use_the_matrix_units_and_fit(compiled, tmp_path, name):
-    """With routed and shared experts in one launch, and sizes that are no multiple of a tile's."""
+    """Routed, shared and both in one launch; sizes are no multiple of a tile's."""
     T, E, K, H, I, S = 4, 8, 2, 2048 - 16, 1424, 2832
     layer = Layer(T=T, H=H, I=I, S=S, E=E, config=MoEConfig(top_k=K))
     kind = tuning.gemm_kind(BF16, False, name)
@@ -313,22 +313,27 @@ def test_quantised_products_use_the_matrix_units_and_fit(compiled, tmp_path, nam
     def launch() -> None:
         for tiles in tuning.layer_variants(kind):
             rows = layer.rows(tiles.gemm1.block_m)
-            common = {"config": layer.config, "blocks": rows.blocks_3B, "warmup": True}
+            common = {"config": layer.config, "warmup": True}
+            shared = {"h_shared_TS": layer.tensor(T, S)}
+            shared1 = {**shared, "shared_w13": shared_w13["q"], "shared_coded": shared_w13["coded"]}
+            shared2 = {**shared, "shared_w2": shared_w2["q"], "shared_coded": shared_w2["coded"]}
+            shared2["shared_TH"] = layer.tensor(T, H)
             kernels.gemm1(
                 layer.x, tile=tiles.gemm1, w13=w13["q"], coded=w13["coded"], sorted_slot_N=rows.sorted_slot_N,
-                h_NI=layer.tensor(T * K, I), shared_w13=shared_w13["q"], shared_coded=shared_w13["coded"],
-                h_shared_TS=layer.tensor(T, S), **common,
+                h_NI=layer.tensor(T * K, I), blocks=rows.blocks_3B, **shared1, **common,
             )  # fmt: skip
             kernels.gemm2(
                 tile=tiles.gemm2, w2=w2["q"], coded=w2["coded"], h_NI=layer.tensor(T * K, I),
-                y_NH=layer.tensor(T * K, H), shared_w2=shared_w2["q"], shared_coded=shared_w2["coded"],
-                h_shared_TS=layer.tensor(T, S), shared_TH=layer.tensor(T, H), **common,
+                y_NH=layer.tensor(T * K, H), blocks=rows.blocks_3B, **shared2, **common,
             )  # fmt: skip
+            kernels.gemm1(layer.x, tile=tiles.shared_gemm1, **shared1, **common)
+            kernels.gemm2(tile=tiles.shared_gemm2, **shared2, **common)
 
     kernels.compile_together(launch)
     assert compiled
     for kernel in compiled:
-        assert matrix_instructions(kernel) == {"wgmma e4m3" if kind == "fp8" else "wgmma bf16"}
+        unit = "wgmma" if least_side(kernel) >= 64 else "mma"
+        assert matrix_instructions(kernel) == {"wgmma e4m3" if kind == "fp8" else f"{unit} bf16"}
         assert kernel.metadata.shared <= SHARED_MEMORY
         assert stack_bytes(kernel, tmp_path) == 0, kernel.metadata
 

@@ -639,6 +639,9 @@ REFUSED: dict[str, tuple[str, Callable[[Parts], None], str]] = {
     "a quantised router": (
         "DeepSeek fp8", with_(gate__weight=torch.rand(E, H).to(E4M3)), "gate.weight: expected bfloat16 or float16 or"
     ),
+    "fewer experts than the router has": (
+        "DeepSeek fp8", with_(gate__weight=torch.rand(E + 1, H)), f"gate.weight: expected {E} rows for so many experts"
+    ),
     "a bias of the shared expert": (
         "not quantised", with_(shared_experts__down_proj__bias=torch.rand(H)),
         "shared_experts.down_proj.bias: expected no bias of the shared expert",
@@ -693,3 +696,8 @@ def test_tensors_can_not_be_taken_out_of_what_is_no_dict():
     state, _ = block(plain(torch.float32))
     with pytest.raises(ValueError, match="consume: expected False unless state_dict is a dict, got a mappingproxy"):
         load_block(MappingProxyType(state), PREFIX, config=CONFIG, consume=True)
+
+
+def test_what_is_no_mapping_is_refused():
+    with pytest.raises(ValueError, match=r"^state_dict: expected a mapping from keys to tensors, got str$"):
+        load_block("model.safetensors", PREFIX, config=CONFIG)

@@ -623,7 +623,8 @@ def test_a_quantised_layer_copies_and_pickles(format: Any) -> None:
 def test_casts_and_moves_keep_the_numbers_of_quantised_weights(format: Any) -> None:
     module = quantize(make("shared"), format)
     old = {name: tensor.detach().clone() for name, tensor in parts(module).items()}
-    for cast in (nn.Module.half, nn.Module.double, nn.Module.float, lambda m: m.to("cpu", torch.bfloat16)):
+    casts = [nn.Module.half, nn.Module.double, lambda m: m.type(torch.float16), nn.Module.float]
+    for cast in (*casts, lambda m: m.to("cpu", torch.bfloat16)):
         cast(module)
         assert all(same_bits(module.tensors()[name], tensor) for name, tensor in old.items())
     assert module.router_weight.dtype == torch.bfloat16
@@ -632,6 +633,35 @@ def test_casts_and_moves_keep_the_numbers_of_quantised_weights(format: Any) -> N
     found = parts(module)
     assert {name: (t.dtype, t.shape) for name, t in found.items()} == {n: (t.dtype, t.shape) for n, t in old.items()}
     assert all(tensor.is_meta for tensor in found.values())
+
+
+def test_casts_leave_the_correction_bias_which_would_choose_other_experts() -> None:
+    module = make("shared")
+    before = module.correction_bias.clone()
+    for cast in (nn.Module.half, lambda m: m.to(torch.bfloat16), lambda m: m.type(torch.float16)):
+        assert same_bits(cast(module).correction_bias, before)
+    assert module.router_weight.dtype == torch.float16
+
+
+@pytest.mark.parametrize(("router", "dtype"), [(None, torch.float16), (torch.float32, torch.bfloat16)])
+def test_a_quantised_layer_prepares_for_the_dtype_that_is_left_or_asked_for(monkeypatch, router, dtype) -> None:
+    asked = []
+    monkeypatch.setattr("dsmoe_op.module.prepare", lambda **given: asked.append(given["hidden_states"].dtype))
+    module = make("plain", dtype=torch.float16, router_dtype=router).quantize("int4")
+    module.prepare()
+    module.prepare(torch.float32)
+    assert asked == [dtype, torch.float32]
+
+
+def test_a_format_of_another_type_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"^format: expected one of 'fp8_block', .*, got \['int4'\]$"):
+        make("plain").quantize(["int4"])
+
+
+def test_a_quantised_weight_without_its_format_is_refused_by_name() -> None:
+    given = make("plain").quantize("fp8_channel").tensors()
+    with pytest.raises(ValueError, match=r"^w13: expected bfloat16 as hidden_states has, or a routed_format"):
+        DualStreamMoE.from_tensors(MoEConfig(top_k=K), given)
 
 
 def test_a_state_of_another_dtype_is_refused_and_not_cast() -> None:

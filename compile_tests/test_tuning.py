@@ -256,3 +256,10 @@ def test_every_choice_of_the_librarys_tables_is_within_10_percent_of_the_best_th
         for row in table.rows.values():
             best = min(row.heuristic_us["layer"], *row.schedules_us.values())
             assert row.us["layer"] <= 1.1 * best
+
+
+def test_a_table_with_a_kind_that_none_can_have_is_not_saved(tmp_path):
+    table = random_table(SHAPE._replace(kind="4bit+16bit"))
+    with pytest.raises(ValueError, match=r"^kind: expected one of 16bit, tf32, fp32, got '4bit\+16bit'$"):
+        save_table(table, tmp_path / "a_gpu.json")
+    assert not list(tmp_path.iterdir())

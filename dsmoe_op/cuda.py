@@ -409,7 +409,8 @@ class _Call:
         rows = [getattr(layer, name) for name in _ROWS]
         kinds = (*(None if t is None else _rows_kind(t) for t in rows), *map(_weight_kind, weights))
         key, device = self.config.key, self.x.device
-        return (choices, key, self.dims[1:], finalized, device, self.allow_tf32, *kinds)
+        forms = tuple(coded.form for coded in self.coded.values())  # by the shapes of scales, which `kinds` has not
+        return (choices, key, self.dims[1:], finalized, device, self.allow_tf32, forms, *kinds)
 
     def issue(self, name: str) -> None:
         """Issues the launch of that name on the current stream."""

@@ -77,7 +77,8 @@ class Quantised(NamedTuple):
     Attributes:
         q: [E, R, K / numbers in an element], contiguous.
         scale: [E, row groups, column groups], or for the formats of one scale a tensor [E], [E, 1] or, of w13, [E, 2].
-            fp8_block has ceil(R / 128) row groups, or those of gate and up rows each.
+            fp8_block has ceil(R / 128) row groups, or those of gate and up rows each; where both are as many and the
+            rows do not alternate, they are read as the latter.
         zero_point: of int4, what stands for 0, two a uint8 or eight an int32 along the rows:
             [E, ceil(R / 2 or 8), column groups].
         global_scale: float32 [E], [E, 1] or, of w13, [E, 2]; it multiplies.
@@ -203,23 +204,23 @@ def unpack(name: str, q: Tensor, dtype: torch.dtype) -> Tensor:
         return q.to(dtype)
     values = range(16) if name == "int4" else (*E2M1, *(-v for v in E2M1))
     pairs = torch.tensor([(low, high) for high in values for low in values], dtype=dtype, device=q.device)
-    return torch.nn.functional.embedding(q.contiguous().view(torch.uint8).int(), pairs).flatten(-2)
+    return torch.nn.functional.embedding(bytes_of(q).int(), pairs).flatten(-2)
 
 
 def pack(nibbles: Tensor, dtype: torch.dtype = torch.uint8) -> Tensor:
     """uint8 [..., K] below 16 -> [..., K / 2] uint8 or [..., K / 8] int32, the first number in the lowest bits."""
     low, high = nibbles[..., 0::2], nibbles[..., 1::2]
-    return (low | high << 4).contiguous().view(dtype)
+    return _as(low | high << 4, dtype)
 
 
 def unpack_rows(packed: Tensor, rows: int, dtype: torch.dtype) -> Tensor:
     """[..., R / 2, G] uint8 or [..., R / 8, G] int32 -> [..., R, G]: zero points are packed along the rows."""
-    return _nibbles(packed.mT.contiguous()).mT[..., :rows, :].to(dtype)
+    return _nibbles(packed.mT).mT[..., :rows, :].to(dtype)
 
 
 def pack_rows(nibbles: Tensor, dtype: torch.dtype = torch.uint8) -> Tensor:
     """The reverse, with zeros after the last row."""
-    return pack(_padded(nibbles.mT, dtype.itemsize * 2), dtype).mT.contiguous()
+    return pack(_padded(nibbles.mT, dtype.itemsize * 2), dtype).mT.clone(memory_format=torch.contiguous_format)
 
 
 def power_of_two(scale: Tensor) -> Tensor:
@@ -227,8 +228,18 @@ def power_of_two(scale: Tensor) -> Tensor:
     return scale.view(E8M0) if scale.dtype == torch.uint8 else scale
 
 
+def bytes_of(packed: Tensor) -> Tensor:
+    """uint8 [..., K * itemsize] of [..., K]: the same memory if it is contiguous, whatever strides dims of 1 have."""
+    return _as(packed, torch.uint8)
+
+
+def _as(t: Tensor, dtype: torch.dtype) -> Tensor:
+    columns = t.shape[-1] * t.dtype.itemsize // dtype.itemsize
+    return t.reshape(-1).view(dtype).view(*t.shape[:-1], columns)
+
+
 def _nibbles(packed: Tensor) -> Tensor:
-    q = packed.contiguous().view(torch.uint8)
+    q = bytes_of(packed)
     return torch.stack((q & 15, q >> 4), -1).flatten(-2)
 
 
@@ -311,8 +322,13 @@ def quantize(
             w13 whose rows alternate.
         group: columns that share a scale of int4.
         zero_point: of int4; else the numbers are symmetric.
-        input_scale: float32 [E], [1] or [], kept as it is; of fp8_tensor, which needs one.
+        input_scale: float32 [E], [1] or [], kept as it is; of fp8_tensor, whose calls need one.
+
+    Raises:
+        ValueError: there is no such format.
     """
+    if name not in FORMATS:
+        raise ValueError(f"name: expected one of {', '.join(map(repr, FORMATS))}, got {name!r}")
     w = w.detach().float()
     w = w.where(w.isfinite(), math.nan)
     *_, rows, columns = w.shape

@@ -127,6 +127,8 @@ def load_block(
         ValueError: a key that is unknown or missing; a layout, or a mix of them, that the op does not take. The text
             names the key. Nothing has been copied or taken out then.
     """
+    if not isinstance(state_dict, Mapping):
+        raise ValueError(f"state_dict: expected a mapping from keys to tensors, got {type(state_dict).__name__}")
     prefix = f"{prefix}." if prefix and not prefix.endswith(".") else prefix
     if consume and not isinstance(state_dict, MutableMapping):
         raise ValueError(f"consume: expected False unless state_dict is a dict, got a {type(state_dict).__name__}")
@@ -136,6 +138,12 @@ def load_block(
             raise ValueError(f"{key}: expected {_dtypes(*MODEL_DTYPES)}, got {_dtypes(state_dict[key].dtype)}")
     found = {name: _check_linears(linears, state_dict) for name, linears in weights.items()}
     _check_sizes(weights, found)
+    if "router_weight" in router:
+        first = weights["w13"][0][0]
+        E = found["w13"].tensors[""].shape[0] if first.has_experts else len(weights["w13"])
+        key, rows = router["router_weight"], E + config.num_zero_experts
+        if state_dict[key].shape[:1] != (rows,):
+            raise ValueError(f"{key}: expected {rows} rows for so many experts, got {list(state_dict[key].shape)}")
     config = dataclasses.replace(
         config,
         routed_format=found["w13"].format,

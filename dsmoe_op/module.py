@@ -256,13 +256,17 @@ class DualStreamMoE(nn.Module):
             found[name] = owner
         return found
 
-    def prepare(self) -> float | None:
+    def prepare(self, dtype: torch.dtype | None = None) -> float | None:
         """Compiles and loads all that a forward pass of any size needs; see `dsmoe_op.prepare`.
+
+        Args:
+            dtype: of hidden_states; None is that of the experts' weights. Where these are quantised, it is the dtype of
+                the router or a bias that is not float32, or else bfloat16.
 
         Returns:
             Seconds taken, or None where there is nothing to do: on the CPU.
         """
-        return prepare(**_call(self.config, self.tensors(), 1), config=self.config, schedule=self.schedule)
+        return prepare(**_call(self.config, self.tensors(), 1, dtype), config=self.config, schedule=self.schedule)
 
     def forward(
         self,
@@ -302,13 +306,20 @@ class DualStreamMoE(nn.Module):
         return {name + suffix for name in weights for suffix in formats.SUFFIXES}
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        """As of nn.Module, which moves and casts by it; tensors of quantised weights are only moved, as bytes."""
-        held = {id(self._parameters.get(name)) for name in self._keeps_dtype()} - {id(None)}
+        """As of nn.Module, which moves and casts by it; what a cast would spoil is only moved, as bytes.
+
+        That is quantised weights, and correction_bias: rounded, it would choose other experts.
+        """
+        kept = [self._parameters.get(name) for name in self._keeps_dtype()] + [self._buffers.get("correction_bias")]
+        held = {id(tensor) for tensor in kept if tensor is not None}
 
         def move(tensor: Tensor) -> Tensor:
             if id(tensor) not in held:
                 return fn(tensor)
-            return fn(tensor.reshape(-1).view(torch.uint8)).view(tensor.dtype).view(tensor.shape)
+            data = tensor.reshape(-1).view(torch.uint8)
+            new = fn(data)
+            new = new if new.dtype == data.dtype else data.to(new.device)  # Module.type casts whatever it is
+            return new.view(tensor.dtype).view(tensor.shape)
 
         return super()._apply(move, recurse)
 
@@ -362,15 +373,17 @@ def _frozen(tensor: Tensor) -> nn.Parameter:
 
 
 def _model_dtype(config: MoEConfig, tensors: Mapping[str, Tensor]) -> torch.dtype:
-    """That of the expert weights; where all are quantised, the narrowest of the other tensors that may have it."""
+    """That of the expert weights; where all are quantised, of another tensor that is not float32, as routers may be."""
     for name in WEIGHTS:
-        if name in tensors and config.format_of(name) is None:
+        if name in tensors and config.format_of(name) is None and tensors[name].dtype in checks.MODEL_DTYPES:
             return tensors[name].dtype
-    others = [tensors[name].dtype for name in _OTHERS if name in tensors]
-    return min(others, key=lambda dtype: dtype.itemsize, default=torch.bfloat16)
+    others = (tensors[name].dtype for name in _OTHERS if name in tensors)
+    return next((dtype for dtype in others if dtype != torch.float32), torch.bfloat16)
 
 
-def _call(config: MoEConfig, tensors: Mapping[str, Tensor], T: int) -> dict[str, Any]:
+def _call(
+    config: MoEConfig, tensors: Mapping[str, Tensor], T: int, dtype: torch.dtype | None = None
+) -> dict[str, Any]:  # fmt: skip
     """Tensors of a call of T tokens, none of them written, by the op's argument names."""
     for name in dict.fromkeys((*ROUTED, *tensors)):
         if not isinstance(tensors.get(name), Tensor):
@@ -378,7 +391,7 @@ def _call(config: MoEConfig, tensors: Mapping[str, Tensor], T: int) -> dict[str,
     w2 = tensors["w2"]
     if w2.dim() != 3:
         raise ValueError(f"w2: expected 3 dims [E, H, I], got {list(w2.shape)}")
-    call = {"hidden_states": w2.new_empty((T, w2.shape[1]), dtype=_model_dtype(config, tensors)), **tensors}
+    call = {"hidden_states": w2.new_empty((T, w2.shape[1]), dtype=dtype or _model_dtype(config, tensors)), **tensors}
     if "router_weight" not in tensors:
         call["router_logits"] = call["hidden_states"].new_empty((T, len(w2) + config.num_zero_experts))
     return call

@@ -37,7 +37,7 @@ def chosen_formats(
     for argument, its, weights in (("format", format, ROUTED), ("shared_format", shared_format, SHARED)):
         if its is None:
             continue
-        if its not in formats.FORMATS:
+        if not isinstance(its, str) or its not in formats.FORMATS:
             accepted = ", ".join(map(repr, formats.FORMATS))
             raise ValueError(f"{argument}: expected one of {accepted}, or None, got {its!r}")
         if (old := config.format_of(weights[0])) is not None:

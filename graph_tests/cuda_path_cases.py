@@ -145,6 +145,25 @@ def test_quantised_weights_compute_the_reference_in_every_schedule(shared) -> No
             assert schedule == "fused" or same(out, outs["serial"]), (routed, name, way, schedule)
 
 
+@pytest.mark.parametrize(
+    ("routed", "shared", "scale", "change"),
+    [
+        ("fp8_tensor", None, "w13_input_scale", lambda t: t.expand(8).contiguous()),
+        (None, "fp8_tensor", "shared_w13_scale", lambda t: t[:1].clone()),
+        (None, "nvfp4", "shared_w13_global_scale", lambda t: t[:1].clone()),
+        (None, "fp8_block", "shared_w13_scale", lambda t: torch.cat([t, t[:1]])),
+    ],
+)
+def test_scales_of_other_shapes_are_another_kind_of_call(routed, shared, scale, change) -> None:
+    """Kernels are compiled for them, so what is prepared for one is not for the other."""
+    x, args = make("deepseek", "topk_ids", S=192)
+    args = quantized(args, routed, shared)
+    if shared == "fp8_block":  # three blocks of all rows, or two of gate and two of up rows
+        args[scale] = args[scale][:3].clone()
+    kinds = {Run(x, args | {scale: t}, "dual").call.kind((), True) for t in (args[scale], change(args[scale]))}
+    assert len(kinds) == 2
+
+
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("name", CONFIGS)
 def test_one_launch_of_the_experts_has_the_bits_of_its_parts(name, schedule) -> None:

@@ -78,6 +78,19 @@ def test_the_fused_schedule_takes_one_format_of_both(name) -> None:
         assert error(layer(x, schedule="fused"), reference.moe(x, **layer.args)) <= layer.limit, T
 
 
+@pytest.mark.parametrize("zero_point", [False, True])
+def test_columns_that_are_not_there_are_no_infinite_numbers(zero_point) -> None:
+    """A code of 0 there would stand for -8 scales, beyond the largest float16, and times 0 for NaN."""
+    _, args = make_layer(1, config=CONFIG, dtype=torch.float16, device="cuda", **(SIZES | {"H": 272, "I": 144}))
+    args = quantized(args, "int4", zero_point=zero_point)
+    args["w13_scale"].fill_(9000.0)
+    args["w13"].fill_(0x88)
+    if zero_point:
+        args["w13_zero_point"].fill_(0x88)
+    x = torch.randn(7, 272, device="cuda").half()
+    assert dual_stream_moe(x, **args).isfinite().all()
+
+
 @pytest.mark.parametrize("name", sorted(FP8))
 def test_a_nan_of_one_token_stays_in_its_row(name) -> None:
     layer = Quantised(name, name)

@@ -85,9 +85,9 @@ class TransformersMoE(DualStreamMoE):
             found["correction_bias"] = bias.flatten()  # Ernie's is [1, E]
         return found
 
-    def prepare(self) -> float | None:
+    def prepare(self, dtype: torch.dtype | None = None) -> float | None:
         """As of `DualStreamMoE`; also None where code of the block's own makes the op's routing inputs."""
-        return None if self._routed_by_block or self._softcap is not None else super().prepare()
+        return None if self._routed_by_block or self._softcap is not None else super().prepare(dtype)
 
     def forward(self, hidden_states: Tensor, input_ids: Tensor | None = None) -> Any:  # type: ignore[override]
         """What the block itself returns for hidden_states [..., H]; hash layers choose experts by input_ids."""

@@ -4,8 +4,9 @@ Four bits (int4, mxfp4, nvfp4): a byte holds two neighbours of a row. Numbers of
 apart, each with its columns of a, so that they need no place in between; a scale of some columns is in the numbers, one
 of the whole row comes after the sum.
 
-Eight bits (fp8_*): the matrix unit multiplies fp8 by fp8. A step's part of a becomes fp8 here too, so an input needs no
-launch and no memory of its own; a step's product is added in float32, with its scales where they are the step's own.
+Eight bits (fp8_*): fp8 by fp8 on the matrix unit, where a tile has 64 rows of w or more (else Triton makes them fp16
+before). A step's part of a becomes fp8 here too, so an input needs no launch and no memory of its own; a step's product
+is added in float32, with its scales where they are the step's own.
 """
 
 from __future__ import annotations
@@ -39,8 +40,7 @@ PLAIN = Coded()
 
 def as_bytes(t: Tensor) -> Tensor:
     """The same memory in a dtype that kernels read: bytes for packed numbers and for powers of two."""
-    is_packed = t.dtype in (torch.int32, torch.int8, formats.E8M0)
-    return t.view(torch.uint8) if is_packed else t
+    return formats.bytes_of(t) if t.dtype in (torch.int32, torch.int8, formats.E8M0) else t
 
 
 def coded(name: str, parts: formats.Quantised, rows: int, columns: int, halves: int, interleaved: bool) -> Coded:
@@ -197,6 +197,7 @@ def coded_products(
     RAGGED: tl.constexpr = INNER % BLOCK_K != 0
     WIDTH: tl.constexpr = BLOCK_K if FP8 else BLOCK_K // 2  # bytes of a row in a step
     STEP_SCALES: tl.constexpr = BLOCK_K // GROUP if GROUP < BLOCK_K else 1
+    tl.static_assert(NAME != "fp8_block" or BLOCK_K == GROUP)
     expert = tl.full([], 0, tl.int64) + expert  # a constant for the shared one
     d_K = tl.arange(0, BLOCK_K)
     a_ptrs = a_rows_M[:, None] + d_K[None, :]
@@ -271,6 +272,9 @@ def coded_products(
             s = _spread(s, ROWS, STEP_SCALES, WIDTH)
             even = _numbers(code & 15, zero, s, NAME, a.dtype)
             odd = _numbers(code >> 4, zero, s, NAME, a.dtype)
+            if RAGGED and NAME == "int4":  # what is no code is not 0, and may be infinite
+                even = tl.where(in_w, even, 0.0)
+                odd = tl.where(in_w, odd, 0.0)
             a_even, a_odd = tl.split(tl.reshape(a, [BLOCK_M, WIDTH, 2]))
             if SWAP:
                 sum = tl.dot(even, a_even.T, sum, input_precision=PRECISION)

@@ -256,7 +256,14 @@ class _Reader:
 
 
 def save_table(table: Table, path: str | os.PathLike[str]) -> None:
-    """Writes the table beside `path` and moves it there, so that `path` always holds a whole one."""
+    """Writes the table beside `path` and moves it there, so that `path` always holds a whole one.
+
+    Raises:
+        ValueError: it has a kind of product that tables do not know, such as those of quantised weights.
+    """
+    for shape, _ in table.rows:
+        if shape.kind not in KINDS:
+            raise ValueError(f"kind: expected one of {', '.join(KINDS)}, got {shape.kind!r}")
     path = Path(path)
     beside = path.with_name(f".{path.name}.{os.getpid()}")
     try:
