@@ -200,12 +200,13 @@ def test_quantised_weights_give_the_tokens_of_what_they_stand_for(format: str, r
 def test_a_format_that_the_op_does_not_take_here_ends_with_2_and_its_text(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def prepare(module: DualStreamMoE) -> None:
-        raise ValueError(f"routed_format: expected None on CUDA, got {module.config.routed_format!r}")
+    def prepare(module: DualStreamMoE, dtype: torch.dtype | None = None) -> None:
+        assert dtype == torch.float32
+        raise ValueError(f"routed_format: expected another GPU, got {module.config.routed_format!r}")
 
     monkeypatch.setattr(DualStreamMoE, "prepare", prepare)
     assert main(["run", *SMALL, "--format", "int4"]) == 2
-    assert "int4 on cpu: routed_format: expected None on CUDA, got 'int4'" in capsys.readouterr().err
+    assert "int4 on cpu: routed_format: expected another GPU, got 'int4'" in capsys.readouterr().err
 
 
 def test_a_patched_model_that_raises_is_a_mismatch_with_its_text(

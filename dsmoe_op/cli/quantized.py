@@ -34,7 +34,7 @@ def twin(model: nn.Module, format: FormatName, schedule: str, text: Tensor) -> t
     patched = copy.deepcopy(plain)
     for name, module in _layers(patched).items():
         module.quantize(format, input_scales=scales.get(name))
-        module.prepare()
+        module.prepare(next(model.parameters()).dtype)
         _dequantize(module, _layers(plain)[name])
     model.load_state_dict(plain.state_dict())
     return patched, swapped
