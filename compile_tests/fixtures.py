@@ -103,3 +103,12 @@ def inductor(device: str, request: pytest.FixtureRequest) -> str:
     if device == "cpu":
         request.getfixturevalue("cpp")
     return device
+
+
+@pytest.fixture
+def poisoned() -> Iterator[None]:
+    """torch.empty gives NaN, and the largest integer."""
+    assert torch.utils.deterministic.fill_uninitialized_memory
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)

@@ -315,15 +315,6 @@ def test_the_sum_ascends_in_k_and_is_rounded_once(dtype):
     assert torch.equal(out, torch.full((1, 16), 1 + step, dtype=dtype))  # 1 + 3/4 step, rounded
 
 
-@pytest.fixture
-def poisoned():
-    """torch.empty gives NaN, and the largest integer."""
-    assert torch.utils.deterministic.fill_uninitialized_memory
-    torch.use_deterministic_algorithms(True)
-    yield
-    torch.use_deterministic_algorithms(False)
-
-
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("way", ["router_weight", "router_logits", "topk_ids"])
 def test_what_lies_in_fresh_memory_does_not_matter(way, dtype, request):

@@ -160,8 +160,7 @@ def moe(
     tensors = {"w13": w13, "w2": w2, "shared_w13": shared_w13, "shared_w2": shared_w2, **scales}
 
     def linear(x: Tensor, name: str, expert: int | None = None, bias: Tensor | None = None) -> Tensor:
-        weight = _weight(tensors, name, expert, config, x.shape[1], dtype)
-        x = _rows(x, tensors, name, expert, config, hidden_states.dtype)
+        x, weight = _operands(x, tensors, name, expert, config, hidden_states.dtype)
         return F.linear(x, weight, None if bias is None else bias.to(dtype))
 
     x_TH = hidden_states.reshape(-1, hidden_states.shape[-1]).to(dtype)
@@ -219,34 +218,22 @@ def moe(
     return out_TH.masked_fill(~valid_T.unsqueeze(1), 0.0).view(hidden_states.shape)
 
 
-def _weight(
-    tensors: Mapping[str, Tensor | None], name: str, expert: int | None, config: MoEConfig, columns: int,
-    dtype: torch.dtype,
-) -> Tensor:  # fmt: skip
-    """[R, K] of an expert, or of the shared one, as numbers."""
-    format = config.format_of(name)
-    if format is None:
-        weight = tensors[name]
-        assert weight is not None
-        return (weight if expert is None else weight[expert]).to(dtype)
-    quantised = formats.quantised(tensors, name)
-    quantised = quantised if expert is None else quantised.expert(expert)
-    halves, interleaved = config.halves(name), config.interleaves(name)
-    return formats.dequantize(format, quantised, columns, halves=halves, interleaved=interleaved, dtype=dtype)
-
-
-def _rows(
+def _operands(
     x: Tensor, tensors: Mapping[str, Tensor | None], name: str, expert: int | None, config: MoEConfig,
     model_dtype: torch.dtype,
-) -> Tensor:  # fmt: skip
-    """x as the weight of that name multiplies it."""
-    format = config.format_of(name)
-    if format is None or formats.FORMATS[format].activations is None:
-        return x
-    scale = formats.quantised(tensors, name).input_scale
-    if scale is not None and scale.numel() > 1:
-        scale = scale[expert]
-    return formats.quantized_rows(x.to(model_dtype), format, scale).to(x.dtype)
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """x as the weight of that name multiplies it, and the weight [R, K], of an expert or the shared one, as numbers."""
+    format, weight = config.format_of(name), formats.quantised(tensors, name)
+    weight = weight if expert is None else weight.expert(expert)
+    if format is None:
+        return x, weight.q.to(x.dtype)
+    halves, interleaved = config.halves(name), config.interleaves(name)
+    numbers = formats.dequantize(
+        format, weight, x.shape[1], halves=halves, interleaved=interleaved, dtype=x.dtype
+    )  # fmt: skip
+    if formats.FORMATS[format].activations is not None:
+        x = formats.quantized_rows(x.to(model_dtype), format, weight.input_scale).to(x.dtype)
+    return x, numbers
 
 
 def _softmax(t: Tensor) -> Tensor:

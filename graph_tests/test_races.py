@@ -122,15 +122,6 @@ def test_two_graphs_replay_at_once_on_two_streams(block) -> None:
         assert all(torch.equal(out, want) for (_, out), (_, _, want) in zip(graphs, jobs, strict=True))
 
 
-@pytest.fixture
-def poisoned():
-    """torch.empty gives NaN, and the largest integer."""
-    assert torch.utils.deterministic.fill_uninitialized_memory
-    torch.use_deterministic_algorithms(True)
-    yield
-    torch.use_deterministic_algorithms(False)
-
-
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("way", WAYS)
 def test_what_lies_in_fresh_memory_does_not_matter(block, request, way, schedule) -> None:

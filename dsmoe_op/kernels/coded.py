@@ -44,7 +44,12 @@ def as_bytes(t: Tensor) -> Tensor:
 
 
 def coded(name: str, parts: formats.Quantised, rows: int, columns: int, halves: int, interleaved: bool) -> Coded:
-    """Args: parts: as `as_bytes` leaves them; the others as in `formats.dequantize`."""
+    """What the kernels need of a weight [E, rows, columns] or [rows, columns] in the format of that name.
+
+    Args:
+        parts: as `as_bytes` leaves them.
+        halves, interleaved: as in `formats.dequantize`.
+    """
     scale, per_tensor = parts.scale, parts.global_scale
     experts = parts.q.shape[0] if parts.q.dim() == 3 else 1
     if FORMATS[name].rows is None:
@@ -140,6 +145,14 @@ def _row_amax(a_rows_M, in_M, weight_M, INNER: tl.constexpr, BLOCK_M: tl.constex
 
 
 @triton.jit
+def _factor_and_scale(amax_M, LARGEST: tl.constexpr, LEAST: tl.constexpr):
+    """What rows of that magnitude are multiplied by to become fp8, and what their products are then."""
+    amax_M = tl.maximum(amax_M, LEAST)
+    largest_M = LARGEST + tl.zeros_like(amax_M)
+    return tl.div_rn(largest_M, amax_M), tl.div_rn(amax_M, largest_M)
+
+
+@triton.jit
 def _to_fp8(a, factor_M, LARGEST: tl.constexpr, INTERPRET: tl.constexpr):
     """a times its row's factor as an fp8 number, cut off at the largest one; NaN stays."""
     a = a.to(tl.float32) * factor_M[:, None]
@@ -223,9 +236,7 @@ def coded_products(
     factor_M = scale_M
     if NAME == "fp8_channel":
         amax_M = _row_amax(a_rows_M, in_M, weight_on_input_M, INNER, BLOCK_M, BLOCK_K, WEIGHT_ON_INPUT, INTERPRET)
-        amax_M = tl.maximum(amax_M, LEAST)
-        factor_M = tl.div_rn(LARGEST + tl.zeros([BLOCK_M], tl.float32), amax_M)
-        scale_M = tl.div_rn(amax_M, LARGEST + tl.zeros([BLOCK_M], tl.float32))
+        factor_M, scale_M = _factor_and_scale(amax_M, LARGEST, LEAST)
     elif NAME == "fp8_tensor":
         scale_M = tl.load(input_ptr + expert if INPUT_SCALES else input_ptr) + tl.zeros([BLOCK_M], tl.float32)
         factor_M = tl.div_rn(1.0 + tl.zeros([BLOCK_M], tl.float32), scale_M)
@@ -249,9 +260,8 @@ def coded_products(
             s = _load_scale(scale_ptrs + start // GROUP, in_s, tl.float32 if FP8 else a.dtype)
         if FP8:
             if NAME == "fp8_block":
-                amax_M = tl.maximum(tl.max(tl.abs(a.to(tl.float32)), 1), LEAST)
-                factor_M = tl.div_rn(LARGEST + tl.zeros([BLOCK_M], tl.float32), amax_M)
-                scale_M = tl.div_rn(amax_M, LARGEST + tl.zeros([BLOCK_M], tl.float32))
+                amax_M = tl.max(tl.abs(a.to(tl.float32)), 1)
+                factor_M, scale_M = _factor_and_scale(amax_M, LARGEST, LEAST)
             q = _to_fp8(a, factor_M, LARGEST, INTERPRET)
             w = w.to(q.dtype)
             if SWAP:

@@ -18,6 +18,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from dsmoe_op.config import MoEConfig
 from dsmoe_op.kernels.coded import PLAIN, Coded, coded_products
+from dsmoe_op.kernels.epilogue import ended, store, store_zeros
 from dsmoe_op.kernels.gemm2_persistent import gemm2_persistent, takes
 from dsmoe_op.kernels.launch import INTERPRET, launch, row_stride
 from dsmoe_op.kernels.operands import load_a, weight_rows
@@ -290,54 +291,6 @@ def _descriptor(w: Tensor, tile: Tile, gated: bool, order: str | None) -> Tensor
 
 
 @triton.jit
-def _sigmoid(x):
-    """Within some 10 ulp, enough behind a product: the exact one would cost the end of a tile registers and time."""
-    return 1.0 / (1.0 + tl.exp(-x))
-
-
-@triton.jit
-def _activate(gate, up, ACTIVATION: tl.constexpr, CLAMP: tl.constexpr, CLAMP_AFTER: tl.constexpr):
-    """`reference.activation` of float32 tiles. Limits are selections, which let a NaN through."""
-    if ACTIVATION == "relu2":
-        if CLAMP is not None:
-            gate = tl.where(gate > CLAMP, CLAMP, gate)  # the lower limit is relu's
-        gate = tl.where(gate < 0, 0.0, gate)
-        return gate * gate
-    if CLAMP is not None:
-        up = tl.where(up > CLAMP, CLAMP, tl.where(up < -CLAMP, -CLAMP, up))
-        if not CLAMP_AFTER:
-            gate = tl.where(gate > CLAMP, CLAMP, gate)
-    if ACTIVATION == "swiglu_oai":
-        gate = gate * _sigmoid(1.702 * gate)
-        up += 1.0
-    elif ACTIVATION == "silu":
-        gate = gate * _sigmoid(gate)
-    elif ACTIVATION == "gelu_tanh":
-        # (1 + tanh z) / 2 = sigmoid(2 z)
-        gate = gate * _sigmoid(1.5957691216057308 * (gate + 0.044715 * gate * gate * gate))
-    else:
-        gate = 0.5 * gate * (1.0 + tl.erf(gate * 0.7071067811865476))
-    if CLAMP is not None and CLAMP_AFTER:
-        gate = tl.where(gate > CLAMP, CLAMP, gate)
-    return gate * up
-
-
-@triton.jit
-def _halves(sum, INTERLEAVED: tl.constexpr, SWAP: tl.constexpr):
-    """The two [BLOCK_M, BLOCK_N] tiles of the first and second rows of each pair of w."""
-    if SWAP:
-        if INTERLEAVED:
-            first, second = tl.split(tl.permute(tl.reshape(sum, [sum.shape[0] // 2, 2, sum.shape[1]]), [2, 0, 1]))
-        else:
-            first, second = tl.split(tl.permute(tl.reshape(sum, [2, sum.shape[0] // 2, sum.shape[1]]), [2, 1, 0]))
-    elif INTERLEAVED:
-        first, second = tl.split(tl.reshape(sum, [sum.shape[0], sum.shape[1] // 2, 2]))
-    else:
-        first, second = tl.split(tl.permute(tl.reshape(sum, [sum.shape[0], 2, sum.shape[1] // 2]), [0, 2, 1]))
-    return first, second
-
-
-@triton.jit
 def _products(
     a_rows_M,
     in_M,
@@ -416,50 +369,6 @@ def _products(
 
 
 @triton.jit
-def _ended(
-    sum,
-    bias_ptr,
-    column,
-    COLUMNS: tl.constexpr,
-    ACTIVATION: tl.constexpr,
-    ORDER: tl.constexpr,
-    CLAMP: tl.constexpr,
-    CLAMP_AFTER: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    SWAP: tl.constexpr,
-):
-    """float32 [rows, BLOCK_N] of output columns from `column` on, from the sums of `_products`."""
-    GATED: tl.constexpr = ACTIVATION is not None and ACTIVATION != "relu2"
-    INTERLEAVED: tl.constexpr = GATED and ORDER == "interleaved"
-    c_N = column + tl.arange(0, BLOCK_N)
-    in_N = c_N < COLUMNS
-    if GATED:
-        first, second = _halves(sum, INTERLEAVED, SWAP)
-        if ORDER == "up_gate":
-            first, second = second, first
-        gate_N = c_N
-        up_N = c_N + COLUMNS
-        if INTERLEAVED:
-            gate_N = 2 * c_N
-            up_N = 2 * c_N + 1
-        elif ORDER == "up_gate":
-            gate_N = c_N + COLUMNS
-            up_N = c_N
-        if bias_ptr is not None:
-            first += tl.load(bias_ptr + gate_N, mask=in_N, other=0.0).to(tl.float32)[None, :]
-            second += tl.load(bias_ptr + up_N, mask=in_N, other=0.0).to(tl.float32)[None, :]
-        return _activate(first, second, ACTIVATION, CLAMP, CLAMP_AFTER)
-    else:
-        if SWAP:
-            sum = sum.T
-        if bias_ptr is not None:
-            sum += tl.load(bias_ptr + c_N, mask=in_N, other=0.0).to(tl.float32)[None, :]
-        if ACTIVATION is not None:
-            sum = _activate(sum, sum, ACTIVATION, CLAMP, CLAMP_AFTER)
-        return sum
-
-
-@triton.jit
 def _rows_of(
     rows_M, end, other, a_ptr, a_stride, sorted_slot_ptr, weight_on_input_ptr, K: tl.constexpr,
 ):  # fmt: skip
@@ -473,18 +382,6 @@ def _rows_of(
         if weight_on_input_ptr is not None:
             weight_M = tl.load(weight_on_input_ptr + slots_M)
     return a_ptr + read_M.to(tl.int64) * a_stride, in_M, weight_M
-
-
-@triton.jit
-def _store(out_MN, out_ptr, gate_ptr, rows_M, in_M, out_end, column, COLUMNS: tl.constexpr, ZEROS: tl.constexpr):
-    in_out_M = rows_M < out_end
-    if gate_ptr is not None:
-        out_MN *= tl.load(gate_ptr + rows_M, mask=in_out_M, other=0.0)[:, None]
-    if ZEROS:  # whatever the weights hold
-        out_MN = tl.where(in_M[:, None], out_MN, 0.0)
-    c_N = column + tl.arange(0, out_MN.shape[1])
-    out_ptrs = out_ptr + rows_M.to(tl.int64)[:, None] * COLUMNS + c_N[None, :]
-    tl.store(out_ptrs, out_MN.to(out_ptr.dtype.element_ty), mask=in_out_M[:, None] & (c_N < COLUMNS)[None, :])
 
 
 @triton.jit
@@ -567,11 +464,11 @@ def rows_product(
                 column, COLUMNS, INNER, STRIDE_ROW, GATED, weight_on_input_ptr is not None, BLOCK_M, BLOCK_N, BLOCK_K,
                 SWAP, PRECISION, FORM, INTERPRET,
             )  # fmt: skip
-        out_MN = _ended(sum, bias_ptr, column, COLUMNS, ACTIVATION, ORDER, CLAMP, CLAMP_AFTER, BLOCK_N, SWAP)
-        _store(out_MN, out_ptr, gate_ptr, rows_M, in_M, out_end, column, COLUMNS, ZEROS)
+        out_MN = ended(sum, bias_ptr, column, COLUMNS, ACTIVATION, ORDER, CLAMP, CLAMP_AFTER, BLOCK_N, SWAP)
+        store(out_MN, out_ptr, gate_ptr, rows_M, in_M, out_end, column, COLUMNS, ZEROS)
         if TAIL > 0:
-            out_TN = _ended(tail, bias_ptr, column, COLUMNS, ACTIVATION, ORDER, CLAMP, CLAMP_AFTER, BLOCK_N, False)
-            _store(out_TN, out_ptr, gate_ptr, rows_T, in_T, out_end, column, COLUMNS, ZEROS)
+            out_TN = ended(tail, bias_ptr, column, COLUMNS, ACTIVATION, ORDER, CLAMP, CLAMP_AFTER, BLOCK_N, False)
+            store(out_TN, out_ptr, gate_ptr, rows_T, in_T, out_end, column, COLUMNS, ZEROS)
 
 
 @triton.jit
@@ -592,16 +489,6 @@ def shared_rows(block, T, num_valid_ptr, BLOCK_M: tl.constexpr):
     if num_valid_ptr is not None:
         end = tl.minimum(end, tl.load(num_valid_ptr))
     return row, end, out_end
-
-
-@triton.jit
-def store_zeros(out_ptr, row, end, column, COLUMNS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    """A tile of rows that no expert has."""
-    rows_M = row + tl.arange(0, BLOCK_M)
-    c_N = column + tl.arange(0, BLOCK_N)
-    out_ptrs = out_ptr + rows_M.to(tl.int64)[:, None] * COLUMNS + c_N[None, :]
-    zeros_MN = tl.zeros([BLOCK_M, BLOCK_N], out_ptr.dtype.element_ty)
-    tl.store(out_ptrs, zeros_MN, mask=(rows_M < end)[:, None] & (c_N < COLUMNS)[None, :])
 
 
 @triton.jit(

@@ -66,19 +66,13 @@ def check_schedule(steps: Iterable[Step], inputs: Collection[str], outputs: Coll
         for name in launch.updates:
             updaters.setdefault(name, []).append(i)
 
-    for name, by in writers.items():
-        names = " and ".join(launches[i].name for i in by)
-        if name in inputs:
-            problems.append(f"{names} writes the input {name}")
-        if len(by) > 1:
-            problems.append(f"{name} is written by {names}")
-
-    for name, by in updaters.items():
-        names = " and ".join(launches[i].name for i in by)
-        if name in inputs:
-            problems.append(f"{names} updates the input {name}")
-        if len(by) > 1:
-            problems.append(f"{name} is updated by {names}")
+    for changers, does, done_by in ((writers, "writes", "written by"), (updaters, "updates", "updated by")):
+        for name, by in changers.items():
+            names = " and ".join(launches[i].name for i in by)
+            if name in inputs:
+                problems.append(f"{names} {does} the input {name}")
+            if len(by) > 1:
+                problems.append(f"{name} is {done_by} {names}")
 
     for i, launch in enumerate(launches):
         for name in (*launch.reads, *launch.updates):
