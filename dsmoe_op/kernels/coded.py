@@ -1,8 +1,8 @@
 """Products with quantised weights: a step's bytes become numbers in registers, right before the matrix unit.
 
-Four bits (int4, mxfp4, nvfp4): a byte holds two neighbours of a row. Numbers of even and of odd columns are multiplied
-apart, each with its columns of a, so that they need no place in between; a scale of some columns is in the numbers, one
-of the whole row comes after the sum.
+Four bits (int4, mxfp4, nvfp4): a word of 32 bits holds eight neighbours of a row. Codes j and j + 4, which lie alike in
+the word's halves, become two 16-bit numbers of one register, so columns come in that order, and a's are put into the
+same; a scale of some columns is in the numbers, one of the whole row comes after the sum.
 
 Eight bits (fp8_*): fp8 by fp8 on the matrix unit, where a tile has 64 rows of w or more (else Triton makes them fp16
 before). A step's part of a becomes fp8 here too, so an input needs no launch and no memory of its own; a step's product
@@ -71,6 +71,7 @@ def coded(name: str, parts: formats.Quantised, rows: int, columns: int, halves: 
         word,
         0 if zero_point is None else zero_point.numel() // experts,
         parts.input_scale is not None and parts.input_scale.numel() > 1,
+        parts.q.data_ptr() % 16 == 0,  # what plans look at, though words are 4 bytes
     )
     return Coded(scale, zero_point, parts.global_scale, parts.input_scale, form)
 
@@ -128,6 +129,110 @@ def _spread(t_NG, ROWS: tl.constexpr, GROUPS: tl.constexpr, COLUMNS: tl.constexp
         return t_NG
     t = tl.broadcast_to(t_NG[:, :, None], [ROWS, GROUPS, COLUMNS // GROUPS])
     return tl.reshape(t, [ROWS, COLUMNS])
+
+
+@triton.constexpr_function
+def _unpacking(name, dtype):
+    """PTX from a word of eight codes to four pairs of 16-bit numbers, each rounded once: code j in a pair's low half, j + 4
+    in its high one.
+
+    Operands: the four pairs, the word, the scale twice in a register, and for int4 that much of minus the power of two
+    among whose mantissa's bits a code is a number, less the zero point. fma alone, since sm_80 has no packed bf16 sums
+    or products: times one, or plus minus zero, is exact.
+    """
+    kind, places, implied, one = ("bf16x2", 7, 0x4300, 0x3F80) if dtype == tl.bfloat16 else ("f16x2", 10, 0x6400, 0x3C00)
+    lines = [".reg .b32 a, b, one, none;", f"mov.b32 none, {0x80008000};"]
+
+    def twice(bits):
+        return bits << 16 | bits
+
+    def shift(to, by):
+        return f"shl.b32 {to}, $4, {by};" if by >= 0 else f"shr.u32 {to}, $4, {-by};"
+
+    if name == "int4":
+        lines.append(f"mov.b32 one, {twice(one)};")
+        for j in range(4):
+            lines += [shift("a", -4 * j), f"lop3.b32 ${j}, a, {twice(15)}, {twice(implied)}, 0xEA;"]  # a & b | c
+            lines.append(f"fma.rn.{kind} ${j}, ${j}, one, $6;")
+    else:  # exponent and mantissa in their places, which is the number times 2^-126 or 2^-14
+        lines.append(f"mov.b32 one, {twice((252 if places == 7 else 28) + 1 << places)};")
+        for j in range(4):
+            lines += [shift("b", places - 1 - 4 * j), f"and.b32 b, b, {twice(7 << places - 1)};"]
+            lines += [shift("a", 12 - 4 * j), f"lop3.b32 ${j}, a, {twice(0x8000)}, b, 0xEA;"]
+            lines.append(f"fma.rn.{kind} ${j}, ${j}, one, none;")
+    lines += [f"fma.rn.{kind} ${j}, ${j}, $5, none;" for j in range(4)]
+    return "{" + "\n".join(lines) + "}"
+
+
+@triton.jit
+def _twice(t_NG):
+    """int32: 16 bits in both halves."""
+    return (t_NG.to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF) * 65537
+
+
+@triton.jit
+def _halves_of(pair, DTYPE: tl.constexpr):
+    """int32 [..] -> [.., 2]: its low and its high half."""
+    low = pair.to(tl.int16).to(DTYPE, bitcast=True)
+    return tl.join(low, (pair >> 16).to(tl.int16).to(DTYPE, bitcast=True))
+
+
+@triton.jit
+def _pair_of(word, j, zero, scale, NAME: tl.constexpr, DTYPE: tl.constexpr):
+    """[.., 2]: the numbers of codes j and j + 4."""
+    low = _numbers(((word >> (4 * j)) & 15).to(tl.int16), zero, scale, NAME, DTYPE)
+    return tl.join(low, _numbers(((word >> (4 * j + 16)) & 15).to(tl.int16), zero, scale, NAME, DTYPE))
+
+
+@triton.jit
+def _unpacked(word, there, zero_NG, scale_NG, NAME: tl.constexpr, DTYPE: tl.constexpr, GROUPS: tl.constexpr,
+              INTERPRET: tl.constexpr):  # fmt: skip
+    """Numbers [rows, 8 words] of int32 words of codes [rows, words], columns in the order of `_in_order`.
+
+    Zero points, int16 codes of int4 or None, and scales are of groups of columns. Words that are not `there` (None: all
+    are, or have a scale of 0) stand for zeros.
+    """
+    ROWS: tl.constexpr = word.shape[0]
+    WORDS: tl.constexpr = word.shape[1]
+    if scale_NG.dtype == DTYPE and DTYPE != tl.float32 and not INTERPRET:
+        ASM: tl.constexpr = _unpacking(NAME, DTYPE)
+        IMPLIED: tl.constexpr = -0x3D00 if DTYPE == tl.bfloat16 else -0x1C00  # the bits of -128 or -1024
+        scale = _spread(_twice(scale_NG), ROWS, GROUPS, WORDS)
+        if there is not None:
+            scale = tl.where(there, scale, 0)
+        OUT: tl.constexpr = (tl.int32, tl.int32, tl.int32, tl.int32)
+        if NAME == "int4":
+            if zero_NG is None:
+                zero = _twice(tl.full([1, 1], IMPLIED + 8, tl.int16))
+            else:
+                zero = _spread(_twice(zero_NG + IMPLIED), ROWS, GROUPS, WORDS)
+            p0, p1, p2, p3 = tl.inline_asm_elementwise(ASM, "=&r,=&r,=&r,=&r,r,r,r", [word, scale, zero], OUT, True, 1)
+        else:
+            p0, p1, p2, p3 = tl.inline_asm_elementwise(ASM, "=&r,=&r,=&r,=&r,r,r", [word, scale], OUT, True, 1)
+        n0, n1, n2, n3 = (_halves_of(p0, DTYPE), _halves_of(p1, DTYPE), _halves_of(p2, DTYPE), _halves_of(p3, DTYPE))
+    else:
+        zero = tl.full([], 8.0, tl.float32)
+        if zero_NG is not None:
+            zero = _spread(zero_NG.to(tl.float32), ROWS, GROUPS, WORDS)
+        scale = _spread(scale_NG, ROWS, GROUPS, WORDS)
+        if there is not None:
+            scale = tl.where(there, scale, 0.0)
+        n0 = _pair_of(word, 0, zero, scale, NAME, DTYPE)
+        n1 = _pair_of(word, 1, zero, scale, NAME, DTYPE)
+        n2 = _pair_of(word, 2, zero, scale, NAME, DTYPE)
+        n3 = _pair_of(word, 3, zero, scale, NAME, DTYPE)
+    n = tl.join(tl.join(n0, n1), tl.join(n2, n3))  # [rows, words, half, j % 2, j // 2]
+    n = tl.permute(tl.reshape(n, [ROWS, WORDS // 4, 4, 2, 2, 2]), [0, 1, 5, 4, 2, 3])
+    return tl.reshape(n, [ROWS, 8 * WORDS])
+
+
+@triton.jit
+def _in_order(a):
+    """Columns of a as `_unpacked` has them: of each 32, by j, then word, then half."""
+    ROWS: tl.constexpr = a.shape[0]
+    COLUMNS: tl.constexpr = a.shape[1]
+    a = tl.permute(tl.reshape(a, [ROWS, COLUMNS // 32, 4, 2, 4]), [0, 1, 4, 2, 3])
+    return tl.reshape(a, [ROWS, COLUMNS])
 
 
 @triton.jit
@@ -205,10 +310,11 @@ def coded_products(
     ZERO_WORD: tl.constexpr = FORM[7]  # bytes in which zero points of neighbouring rows lie; 0: there are none
     ZERO_STRIDE: tl.constexpr = FORM[8]
     INPUT_SCALES: tl.constexpr = FORM[9]  # one an expert
+    WORDS: tl.constexpr = FORM[10]  # four bits: whether words of 32 bits may be loaded as such
     FP8: tl.constexpr = NAME == "fp8_block" or NAME == "fp8_channel" or NAME == "fp8_tensor"
     ROWS: tl.constexpr = 2 * BLOCK_N if GATED else BLOCK_N
     RAGGED: tl.constexpr = INNER % BLOCK_K != 0
-    WIDTH: tl.constexpr = BLOCK_K if FP8 else BLOCK_K // 2  # bytes of a row in a step
+    WIDTH: tl.constexpr = BLOCK_K if FP8 else BLOCK_K // 8  # bytes, or words, of a row in a step
     STEP_SCALES: tl.constexpr = BLOCK_K // GROUP if GROUP < BLOCK_K else 1
     tl.static_assert(NAME != "fp8_block" or BLOCK_K == GROUP)
     expert = tl.full([], 0, tl.int64) + expert  # a constant for the shared one
@@ -216,7 +322,12 @@ def coded_products(
     a_ptrs = a_rows_M[:, None] + d_K[None, :]
     row_N, in_N = weight_rows(column, COLUMNS, BLOCK_N, ROWS, INTERLEAVED)
     b_K = tl.arange(0, WIDTH)
-    w_ptrs = w_ptr + row_N.to(tl.int64)[:, None] * STRIDE_ROW + b_K[None, :]
+    if FP8:
+        w_ptrs = w_ptr + row_N.to(tl.int64)[:, None] * STRIDE_ROW + b_K[None, :]
+    elif WORDS:
+        w_ptrs = w_ptr.to(tl.pointer_type(tl.int32)) + row_N.to(tl.int64)[:, None] * (STRIDE_ROW // 4) + b_K[None, :]
+    else:
+        w_ptrs = w_ptr + row_N.to(tl.int64)[:, None] * STRIDE_ROW + 4 * b_K[None, :]
     half_N = row_N % 2 if INTERLEAVED else row_N // COLUMNS
 
     if NAME != "fp8_tensor":
@@ -252,7 +363,11 @@ def coded_products(
         if RAGGED:
             in_w = in_w & (b_K < (INNER - start) * WIDTH // BLOCK_K)[None, :]
         w = tl.load(w_ptrs, mask=in_w, other=0.0 if FP8 else 0)
-        w_ptrs += WIDTH
+        if not FP8 and not WORDS:
+            w = w.to(tl.int32)
+            for byte in tl.static_range(1, 4):
+                w |= tl.load(w_ptrs + byte, mask=in_w, other=0).to(tl.int32) << (8 * byte)
+        w_ptrs += WIDTH if FP8 or WORDS else 4 * WIDTH
         if NAME == "fp8_block" or not FP8:
             in_s = in_N[:, None]
             if RAGGED:
@@ -274,24 +389,17 @@ def coded_products(
                     part *= scale_M[:, None] * tl.trans(s)
             sum += part
         else:
-            code = w.to(tl.int16)
-            zero = tl.full([], 8.0, tl.float32)
+            zero = None
             if ZERO_WORD > 0:
-                pair = tl.load(zero_ptrs + start // GROUP * ZERO_WORD, mask=in_s, other=0).to(tl.int32)
-                zero = _spread(((pair >> (row_N % 2 * 4)[:, None]) & 15).to(tl.float32), ROWS, STEP_SCALES, WIDTH)
-            s = _spread(s, ROWS, STEP_SCALES, WIDTH)
-            even = _numbers(code & 15, zero, s, NAME, a.dtype)
-            odd = _numbers(code >> 4, zero, s, NAME, a.dtype)
-            if RAGGED and NAME == "int4":  # what is no code is not 0, and may be infinite
-                even = tl.where(in_w, even, 0.0)
-                odd = tl.where(in_w, odd, 0.0)
-            a_even, a_odd = tl.split(tl.reshape(a, [BLOCK_M, WIDTH, 2]))
+                pair = tl.load(zero_ptrs + start // GROUP * ZERO_WORD, mask=in_s, other=0).to(tl.int16)
+                zero = (pair >> (row_N % 2 * 4).to(tl.int16)[:, None]) & 15
+            there = in_w if NAME == "int4" and RAGGED and INNER % GROUP != 0 else None  # 0 is no code of it
+            n = _unpacked(w, there, zero, s, NAME, a.dtype, STEP_SCALES, INTERPRET)
+            a = _in_order(a)
             if SWAP:
-                sum = tl.dot(even, a_even.T, sum, input_precision=PRECISION)
-                sum = tl.dot(odd, a_odd.T, sum, input_precision=PRECISION)
+                sum = tl.dot(n, a.T, sum, input_precision=PRECISION)
             else:
-                sum = tl.dot(a_even, even.T, sum, input_precision=PRECISION)
-                sum = tl.dot(a_odd, odd.T, sum, input_precision=PRECISION)
+                sum = tl.dot(a, n.T, sum, input_precision=PRECISION)
 
     # What multiplies whole rows.
     if PER_TENSOR > 0:
