@@ -128,7 +128,7 @@ def make_weight(rng, name: str, E: int, R: int, C: int, halves: int, interleaved
     w = randn(rng, *((E,) if E else ()), R, C, scale=0.3)
     if name == "fp8_tensor":
         options["input_scale"] = torch.rand(E or 1, generator=rng) * 0.01 + 0.002
-    whole = options.pop("whole_blocks", False)
+    whole, misaligned = options.pop("whole_blocks", False), options.pop("misaligned", False)
     given = {"halves": 1 if whole else halves, "interleaved": interleaved and not whole}
     parts = formats.quantize(name, w, **given, **options)
     if options.get("zero_point") and random_of(rng, True, False):  # packed in int32, as compressed-tensors does
@@ -136,6 +136,9 @@ def make_weight(rng, name: str, E: int, R: int, C: int, halves: int, interleaved
         parts = parts._replace(zero_point=formats.pack_rows(zeros, torch.int32))
     numbers = formats.dequantize(name, parts, C, halves=halves, interleaved=interleaved)
     parts = Quantised(*(None if t is None else kernels.as_bytes(t) for t in parts))
+    if misaligned:
+        q = torch.empty(parts.q.numel() + 1, dtype=parts.q.dtype)[1:].view(parts.q.shape)
+        parts = parts._replace(q=q.copy_(parts.q))
     return Weight(name, parts.q, kernels.coded(name, parts, R, C, halves, interleaved), numbers, parts.input_scale)
 
 
@@ -206,6 +209,13 @@ def test_gemm1_of_codes_is_right_in_every_form(rng, name):
     check_gemm1(rng, name, tile, T=5, config=MoEConfig(top_k=2, activation="relu2"))
     on_input = MoEConfig(top_k=2, apply_router_weight_on_input=True)
     check_gemm1(rng, name, tile, T=5, H=256, config=on_input, dtype=FP16)
+
+
+@pytest.mark.parametrize("name", FOUR_BITS)
+def test_codes_may_lie_at_any_address(rng, name):
+    """Not of words, but of bytes then."""
+    check_gemm1(rng, name, coded_tiles(name, FP16, "gemm1")[0], T=5, H=272, misaligned=True)
+    check_gemm2(rng, name, coded_tiles(name, FP16, "gemm2")[0], T=5, misaligned=True)
 
 
 @pytest.mark.parametrize("group", [32, 64, 128])

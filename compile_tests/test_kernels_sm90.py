@@ -328,6 +328,18 @@ def test_quantised_products_use_the_matrix_units_and_fit(compiled, tmp_path, nam
             )  # fmt: skip
             kernels.gemm1(layer.x, tile=tiles.shared_gemm1, **shared1, **common)
             kernels.gemm2(tile=tiles.shared_gemm2, **shared2, **common)
+            if not tiles.one_launch:
+                continue
+            for fused in (False, True):
+                beside = {**shared, "shared_w13": shared_w13["q"], "shared_w2": shared_w2["q"]} if fused else {}
+                if fused:
+                    beside["shared_coded"] = (shared_w13["coded"], shared_w2["coded"])
+                kernels.experts(
+                    layer.x, tiles=tiles[:2], rows=rows, w13=w13["q"], w2=w2["q"], coded=(w13["coded"], w2["coded"]),
+                    h_NI=layer.tensor(T * K, I), y_NH=layer.tensor(T * K, H), topk_ids_TK=layer.slots(),
+                    topk_weights_TK=layer.slots(FP32), shared_TH=layer.tensor(T, H), out_TH=layer.tensor(T, H),
+                    **beside, **common,
+                )  # fmt: skip
 
     kernels.compile_together(launch)
     assert compiled

@@ -570,6 +570,10 @@ class _Call:
             shared_TH=self.shared if self.dims.S else None,
             num_valid_tokens=self.num_valid_tokens,
             out_TH=self.out if ends else None,
+            coded=(self.coded["w13"], self.coded["w2"]),
+            shared_coded=(self.coded["shared_w13"], self.coded["shared_w2"])
+            if shared
+            else (kernels.PLAIN, kernels.PLAIN),
             warmup=self.warmup,
         )
 

@@ -8,8 +8,15 @@ import pytest
 import torch
 from gpu import CONFIG, SIZES, capture, clear_rows, needs_gpu
 from layers import error, make_layer, quantized
+from torch import Tensor
 
-from dsmoe_op import dual_stream_moe, formats, reference
+triton = pytest.importorskip("triton", reason="no triton")
+
+import triton.language as tl  # noqa: E402
+
+from dsmoe_op import dual_stream_moe, formats, reference  # noqa: E402
+from dsmoe_op.kernels.coded import _unpacked  # noqa: E402
+from dsmoe_op.kernels.launch import TL_DTYPE  # noqa: E402
 
 pytestmark = needs_gpu
 
@@ -101,3 +108,38 @@ def test_a_nan_of_one_token_stays_in_its_row(name) -> None:
     assert bad[3].isnan().all()
     others = torch.arange(7, device="cuda") != 3
     assert torch.equal(bad[others], good[others])
+
+
+@triton.jit
+def _store_unpacked(word_ptr, zero_ptr, scale_ptr, out_ptr, NAME: tl.constexpr, DTYPE: tl.constexpr,
+                    ROWS: tl.constexpr, WORDS: tl.constexpr):  # fmt: skip
+    r_N = tl.arange(0, ROWS)[:, None]
+    word = tl.load(word_ptr + r_N * WORDS + tl.arange(0, WORDS)[None, :])
+    zero = None
+    if zero_ptr is not None:
+        zero = tl.load(zero_ptr + r_N)
+    numbers = _unpacked(word, None, zero, tl.load(scale_ptr + r_N), NAME, DTYPE, 1, False)
+    tl.store(out_ptr + r_N * (8 * WORDS) + tl.arange(0, 8 * WORDS)[None, :], numbers)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("name", "has_zero"), [("int4", False), ("int4", True), ("mxfp4", False), ("nvfp4", False)])
+def test_every_code_becomes_its_number_times_its_scale_rounded_once(name, has_zero, dtype) -> None:
+    """By packed instructions, which Triton's interpreter does not run."""
+    rows, words = 128, 32
+    word = torch.randint(-(2**31), 2**31, (rows, words), device="cuda", dtype=torch.int32)
+    zero = torch.randint(0, 16, (rows, 1), device="cuda", dtype=torch.int16) if has_zero else None
+    scale = torch.randn(rows, 1, device="cuda") * torch.logspace(-7, 3, rows, device="cuda")[:, None]
+    scale = scale.to(dtype)
+    got = torch.empty(rows, 8 * words, dtype=dtype, device="cuda")
+    _store_unpacked[(1,)](word, zero, scale, got, NAME=name, DTYPE=TL_DTYPE[dtype], ROWS=rows, WORDS=words)
+    numbers = formats.unpack(name, word.view(torch.uint8), torch.float64)
+    if name == "int4":
+        numbers -= formats.INT4_ZERO if zero is None else zero
+    want = (numbers * scale.double()).to(dtype)
+    assert torch.equal(got, in_order(want))
+
+
+def in_order(t: Tensor) -> Tensor:
+    """The columns of each 32, which are codes of four words, by code modulo 4, word, and half of the word."""
+    return t.view(len(t), -1, 4, 2, 4).permute(0, 1, 4, 2, 3).reshape(t.shape)

@@ -133,14 +133,15 @@ def _spread(t_NG, ROWS: tl.constexpr, GROUPS: tl.constexpr, COLUMNS: tl.constexp
 
 @triton.constexpr_function
 def _unpacking(name, dtype):
-    """PTX from a word of eight codes to four pairs of 16-bit numbers, each rounded once: code j in a pair's low half, j + 4
-    in its high one.
+    """PTX from a word of eight codes to four pairs of numbers, each rounded once: code j in the low half, j + 4 in the high.
 
     Operands: the four pairs, the word, the scale twice in a register, and for int4 that much of minus the power of two
     among whose mantissa's bits a code is a number, less the zero point. fma alone, since sm_80 has no packed bf16 sums
     or products: times one, or plus minus zero, is exact.
     """
-    kind, places, implied, one = ("bf16x2", 7, 0x4300, 0x3F80) if dtype == tl.bfloat16 else ("f16x2", 10, 0x6400, 0x3C00)
+    kind, places, implied, one = (
+        ("bf16x2", 7, 0x4300, 0x3F80) if dtype == tl.bfloat16 else ("f16x2", 10, 0x6400, 0x3C00)
+    )
     lines = [".reg .b32 a, b, one, none;", f"mov.b32 none, {0x80008000};"]
 
     def twice(bits):
@@ -293,6 +294,7 @@ def coded_products(
     PRECISION: tl.constexpr,
     FORM: tl.constexpr,
     INTERPRET: tl.constexpr,
+    STAGES: tl.constexpr = None,
     LARGEST: tl.constexpr = LARGEST_E4M3,
     LEAST: tl.constexpr = LEAST_AMAX,
 ):
@@ -356,7 +358,7 @@ def coded_products(
         sum = tl.zeros([ROWS, BLOCK_M], tl.float32)
     else:
         sum = tl.zeros([BLOCK_M, ROWS], tl.float32)
-    for start in range(0, INNER, BLOCK_K):
+    for start in tl.range(0, INNER, BLOCK_K, num_stages=STAGES):
         a = load_a(a_ptrs, in_M, weight_on_input_M, d_K, INNER - start, SWAP, RAGGED, WEIGHT_ON_INPUT, INTERPRET)
         a_ptrs += BLOCK_K
         in_w = in_N[:, None]

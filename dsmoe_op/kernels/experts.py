@@ -19,6 +19,7 @@ from torch import Tensor
 
 from dsmoe_op.config import MoEConfig
 from dsmoe_op.kernels.arrivals import arrive, wait_for
+from dsmoe_op.kernels.coded import PLAIN, Coded
 from dsmoe_op.kernels.epilogue import store_zeros
 from dsmoe_op.kernels.finalize import sum_of_rows
 from dsmoe_op.kernels.gemm import routed_rows, rows_product, shared_rows
@@ -55,6 +56,8 @@ def experts(
     shared_TH: Tensor | None = None,
     num_valid_tokens: Tensor | None = None,
     out_TH: Tensor | None = None,
+    coded: tuple[Coded, Coded] = (PLAIN, PLAIN),
+    shared_coded: tuple[Coded, Coded] = (PLAIN, PLAIN),
     warmup: bool = False,
 ) -> None:
     """h and y of the routed experts, those of the shared one where shared_w13 is given, and out where it is.
@@ -64,6 +67,7 @@ def experts(
         rows: as `order_rows` leaves them; `num_arrivals` zeros in arrivals, which are changed.
         topk_ids_TK, topk_weights_TK: int32 and float32 [T, K], contiguous, as `choose` and `order_rows` leave them.
         shared_TH: written with shared_w13, else read for out, if there is a shared expert; [T, H] contiguous.
+        coded, shared_coded: what belongs to w13 and w2, and to the shared expert's, where they are quantised.
 
     The others, and what is done with them, as in `gemm1`, `gemm2` and `finalize`.
     """
@@ -110,6 +114,7 @@ def experts(
         rows.row_of_TK if ends else None,
         out_TH,
         T,
+        *(tensor for one in (*coded, *shared_coded) for tensor in one[:4]),
     )
     steps = [max(triton.cdiv(n, tile.block_k) for n in of) for tile, of in ((one, (H,)), (two, (I, S)))]
     stages = [max(2, min(tile.num_stages, n)) for tile, n in zip(tiles, steps, strict=True)]
@@ -139,6 +144,8 @@ def experts(
         "BLOCK_T": tokens,
         "AT_ONCE": 8,
         "INTERPRET": INTERPRET,
+        "FORMS": tuple(one.form for one in coded),
+        "SHARED_FORMS": tuple(one.form for one in shared_coded),
         "num_warps": one.num_warps,
         "num_stages": max(stages),
     }
@@ -156,6 +163,18 @@ def experts(
         "ids_ptr",
         "weights_ptr",
         "row_of_ptr",
+        "w13_zero_ptr",
+        "w13_global_ptr",
+        "w13_input_ptr",
+        "w2_zero_ptr",
+        "w2_global_ptr",
+        "w2_input_ptr",
+        "shared_w13_zero_ptr",
+        "shared_w13_global_ptr",
+        "shared_w13_input_ptr",
+        "shared_w2_zero_ptr",
+        "shared_w2_global_ptr",
+        "shared_w2_input_ptr",
     ],
 )
 def _experts(
@@ -184,6 +203,22 @@ def _experts(
     row_of_ptr,
     out_ptr,
     T,
+    w13_scale_ptr,
+    w13_zero_ptr,
+    w13_global_ptr,
+    w13_input_ptr,
+    w2_scale_ptr,
+    w2_zero_ptr,
+    w2_global_ptr,
+    w2_input_ptr,
+    shared_w13_scale_ptr,
+    shared_w13_zero_ptr,
+    shared_w13_global_ptr,
+    shared_w13_input_ptr,
+    shared_w2_scale_ptr,
+    shared_w2_zero_ptr,
+    shared_w2_global_ptr,
+    shared_w2_input_ptr,
     K: tl.constexpr,
     H: tl.constexpr,
     I: tl.constexpr,
@@ -209,6 +244,8 @@ def _experts(
     BLOCK_T: tl.constexpr,
     AT_ONCE: tl.constexpr,
     INTERPRET: tl.constexpr,
+    FORMS: tl.constexpr = (None, None),
+    SHARED_FORMS: tl.constexpr = (None, None),
     EARLY: tl.constexpr = False,
     FOLLOWED: tl.constexpr = False,
 ):
@@ -236,6 +273,8 @@ def _experts(
                     program % SHARED_COLUMNS1 * BLOCK_N[0], K, S, H, SHARED_W13_STRIDES[0], SHARED_W13_STRIDES[1],
                     ACTIVATION, "gate_up", SHARED_CLAMP, CLAMP_AFTER, BLOCK_M, BLOCK_M, 0, BLOCK_N[0], BLOCK_K[0],
                     SWAP[0], ZEROS, "ieee", INTERPRET, STAGES[0],
+                    (shared_w13_scale_ptr, shared_w13_zero_ptr, shared_w13_global_ptr, shared_w13_input_ptr),
+                    SHARED_FORMS[0],
                 )  # fmt: skip
                 arrive(arrivals_ptr + block)
         if program >= routed1:
@@ -250,6 +289,7 @@ def _experts(
                     end, (program - routed1) % COLUMNS1 * BLOCK_N[0], K, I, H, W13_STRIDES[1], W13_STRIDES[2],
                     ACTIVATION, ORDER, CLAMP, CLAMP_AFTER, BLOCK_M, BLOCK_M, 0, BLOCK_N[0], BLOCK_K[0], SWAP[0],
                     False, "ieee", INTERPRET, STAGES[0],
+                    (w13_scale_ptr, w13_zero_ptr, w13_global_ptr, w13_input_ptr), FORMS[0],
                 )  # fmt: skip
                 arrive(arrivals_ptr + row_blocks + block)
     elif program < sums:
@@ -264,6 +304,8 @@ def _experts(
                     shared_h_ptr, S, None, None, shared_w2_ptr, None, 0, None, gate_ptr, shared_ptr, row, end, out_end,
                     column, K, H, S, SHARED_W2_STRIDES[0], SHARED_W2_STRIDES[1], None, None, None, False, BLOCK_M,
                     BLOCK_M, 0, BLOCK_N2, BLOCK_K[1], SWAP[1], ZEROS, "ieee", INTERPRET, STAGES[1],
+                    (shared_w2_scale_ptr, shared_w2_zero_ptr, shared_w2_global_ptr, shared_w2_input_ptr),
+                    SHARED_FORMS[1],
                 )  # fmt: skip
         if block >= 0:
             expert, row, end = routed_rows(blocks_ptr, num_blocks, block)
@@ -276,6 +318,7 @@ def _experts(
                     h_ptr, I, None, None, w2_ptr, None, expert, w2_bias_ptr, None, y_ptr, row, end, end, column, K, H,
                     I, W2_STRIDES[1], W2_STRIDES[2], None, None, None, False, BLOCK_M, BLOCK_M, 0, BLOCK_N2,
                     BLOCK_K[1], SWAP[1], False, "ieee", INTERPRET, STAGES[1],
+                    (w2_scale_ptr, w2_zero_ptr, w2_global_ptr, w2_input_ptr), FORMS[1],
                 )  # fmt: skip
             elif ZERO_TAIL:
                 store_zeros(y_ptr, row, end, column, H, BLOCK_M, BLOCK_N2)

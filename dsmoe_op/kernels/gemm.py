@@ -462,7 +462,7 @@ def rows_product(
             sum = coded_products(
                 a_rows_M, in_M, weight_M, w_ptr, scale_ptrs[0], scale_ptrs[1], scale_ptrs[2], scale_ptrs[3], expert,
                 column, COLUMNS, INNER, STRIDE_ROW, GATED, weight_on_input_ptr is not None, BLOCK_M, BLOCK_N, BLOCK_K,
-                SWAP, PRECISION, FORM, INTERPRET,
+                SWAP, PRECISION, FORM, INTERPRET, STAGES,
             )  # fmt: skip
         out_MN = ended(sum, bias_ptr, column, COLUMNS, ACTIVATION, ORDER, CLAMP, CLAMP_AFTER, BLOCK_N, SWAP)
         store(out_MN, out_ptr, gate_ptr, rows_M, in_M, out_end, column, COLUMNS, ZEROS)

@@ -239,8 +239,8 @@ def layer_tiles(kind: str, T: int, H: int, E: int, K: int, S: int) -> LayerTiles
         tiles = next(tiles for most, tiles in _SHARED[kernel, shared_kind or kind] if most >= T)
         enough = (t for t in tiles if -(-T // t.block_m) * -(-columns // t.block_n) >= _ENOUGH_PROGRAMS)
         shared.append(next(enough, tiles[-1]))
-    overlaps = kind == "16bit" and slots <= OVERLAPPING_SLOTS and rows <= _ROUTED[kind][0].most_rows
     one = one_launch(kind, T, routed.gemm1, routed.gemm2)
+    overlaps = one and slots <= OVERLAPPING_SLOTS and rows <= _ROUTED[routed_kind][0].most_rows
     return LayerTiles(routed.gemm1, routed.gemm2, shared[0], shared[1], overlaps, one)
 
 

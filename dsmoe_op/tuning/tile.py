@@ -36,12 +36,15 @@ class LayerTiles(NamedTuple):
 ONE_LAUNCH_TOKENS = 64
 """T up to which the products are one launch."""
 
+ONE_LAUNCH_KINDS = ("16bit", "fp8", "4bit")
+"""Of the routed experts' products, for which there is such a launch."""
+
 
 def one_launch(kind: str, most: float, gemm1: Tile, gemm2: Tile) -> bool:
     """Whether calls of at most that many tokens have the routed experts' products in one launch, with these tiles."""
     plain = not any(t.tma or t.persistent or t.tail or t.least_m not in (0, t.block_m) for t in (gemm1, gemm2))
     alike = (gemm1.block_m, gemm1.num_warps) == (gemm2.block_m, gemm2.num_warps)
-    return kind == "16bit" and most <= ONE_LAUNCH_TOKENS and plain and alike
+    return kind.partition("+")[0] in ONE_LAUNCH_KINDS and most <= ONE_LAUNCH_TOKENS and plain and alike
 
 
 class Choice(NamedTuple):
