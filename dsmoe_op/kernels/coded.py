@@ -133,7 +133,7 @@ def _spread(t_NG, ROWS: tl.constexpr, GROUPS: tl.constexpr, COLUMNS: tl.constexp
 
 @triton.constexpr_function
 def _unpacking(name, dtype):
-    """PTX from a word of eight codes to four pairs of numbers, each rounded once: code j in the low half, j + 4 in the high.
+    """PTX from a word of eight codes to four pairs of numbers, each rounded once: codes j and j + 4, the first one low.
 
     Operands: the four pairs, the word, the scale twice in a register, and for int4 that much of minus the power of two
     among whose mantissa's bits a code is a number, less the zero point. fma alone, since sm_80 has no packed bf16 sums

@@ -144,8 +144,10 @@ def experts(
         "BLOCK_T": tokens,
         "AT_ONCE": 8,
         "INTERPRET": INTERPRET,
-        "FORMS": tuple(one.form for one in coded),
-        "SHARED_FORMS": tuple(one.form for one in shared_coded),
+        "FORM1": coded[0].form,
+        "FORM2": coded[1].form,
+        "SHARED_FORM1": shared_coded[0].form,
+        "SHARED_FORM2": shared_coded[1].form,
         "num_warps": one.num_warps,
         "num_stages": max(stages),
     }
@@ -244,8 +246,10 @@ def _experts(
     BLOCK_T: tl.constexpr,
     AT_ONCE: tl.constexpr,
     INTERPRET: tl.constexpr,
-    FORMS: tl.constexpr = (None, None),
-    SHARED_FORMS: tl.constexpr = (None, None),
+    FORM1: tl.constexpr = None,
+    FORM2: tl.constexpr = None,
+    SHARED_FORM1: tl.constexpr = None,
+    SHARED_FORM2: tl.constexpr = None,
     EARLY: tl.constexpr = False,
     FOLLOWED: tl.constexpr = False,
 ):
@@ -274,7 +278,7 @@ def _experts(
                     ACTIVATION, "gate_up", SHARED_CLAMP, CLAMP_AFTER, BLOCK_M, BLOCK_M, 0, BLOCK_N[0], BLOCK_K[0],
                     SWAP[0], ZEROS, "ieee", INTERPRET, STAGES[0],
                     (shared_w13_scale_ptr, shared_w13_zero_ptr, shared_w13_global_ptr, shared_w13_input_ptr),
-                    SHARED_FORMS[0],
+                    SHARED_FORM1,
                 )  # fmt: skip
                 arrive(arrivals_ptr + block)
         if program >= routed1:
@@ -289,7 +293,7 @@ def _experts(
                     end, (program - routed1) % COLUMNS1 * BLOCK_N[0], K, I, H, W13_STRIDES[1], W13_STRIDES[2],
                     ACTIVATION, ORDER, CLAMP, CLAMP_AFTER, BLOCK_M, BLOCK_M, 0, BLOCK_N[0], BLOCK_K[0], SWAP[0],
                     False, "ieee", INTERPRET, STAGES[0],
-                    (w13_scale_ptr, w13_zero_ptr, w13_global_ptr, w13_input_ptr), FORMS[0],
+                    (w13_scale_ptr, w13_zero_ptr, w13_global_ptr, w13_input_ptr), FORM1,
                 )  # fmt: skip
                 arrive(arrivals_ptr + row_blocks + block)
     elif program < sums:
@@ -305,7 +309,7 @@ def _experts(
                     column, K, H, S, SHARED_W2_STRIDES[0], SHARED_W2_STRIDES[1], None, None, None, False, BLOCK_M,
                     BLOCK_M, 0, BLOCK_N2, BLOCK_K[1], SWAP[1], ZEROS, "ieee", INTERPRET, STAGES[1],
                     (shared_w2_scale_ptr, shared_w2_zero_ptr, shared_w2_global_ptr, shared_w2_input_ptr),
-                    SHARED_FORMS[1],
+                    SHARED_FORM2,
                 )  # fmt: skip
         if block >= 0:
             expert, row, end = routed_rows(blocks_ptr, num_blocks, block)
@@ -318,7 +322,7 @@ def _experts(
                     h_ptr, I, None, None, w2_ptr, None, expert, w2_bias_ptr, None, y_ptr, row, end, end, column, K, H,
                     I, W2_STRIDES[1], W2_STRIDES[2], None, None, None, False, BLOCK_M, BLOCK_M, 0, BLOCK_N2,
                     BLOCK_K[1], SWAP[1], False, "ieee", INTERPRET, STAGES[1],
-                    (w2_scale_ptr, w2_zero_ptr, w2_global_ptr, w2_input_ptr), FORMS[1],
+                    (w2_scale_ptr, w2_zero_ptr, w2_global_ptr, w2_input_ptr), FORM2,
                 )  # fmt: skip
             elif ZERO_TAIL:
                 store_zeros(y_ptr, row, end, column, H, BLOCK_M, BLOCK_N2)
