@@ -21,6 +21,7 @@ from fixtures import (
     pytest_configure,
     pytest_report_header,
     pytest_terminal_summary,
+    thorough,
 )
 from gpu import SCHEDULES, Block
 from layers import WAYS
@@ -37,6 +38,7 @@ __all__ = [
     "pytest_configure",
     "pytest_report_header",
     "pytest_terminal_summary",
+    "thorough",
 ]
 
 
