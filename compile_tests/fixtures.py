@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import datetime
+import importlib.metadata
 import itertools
 import json
 import pathlib
@@ -24,9 +26,17 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         parser.addoption(
             "--seed", type=int, default=None, help="random inputs of an earlier run (its header shows the seed)"
         )
+        parser.addoption(
+            "--thorough", action="store_true", help="a thousand draws and more where a test repeats itself on a GPU"
+        )
+        parser.addoption(
+            "--counts", type=pathlib.Path, metavar="FILE", help="what the tests counted, as JSON, when all are done"
+        )
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    if config.option.counts is not None and not config.option.counts.absolute().parent.is_dir():
+        raise pytest.UsageError(f"--counts: expected a file in a folder that exists, got {config.option.counts}")
     if config.option.seed is None:
         config.option.seed = random.randrange(10**6)
     torch.set_num_threads(1)  # on inputs of this size threads do little but wait for each other
@@ -59,11 +69,41 @@ def _sum(counts: Iterable[str]) -> Counter[str]:
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    """Here, with pytest-xdist too, are the reports of all tests: it sends them to the process that has the terminal."""
+    if config.stash.get(_SUMMED, False):  # the other folder's conftest was first
+        return
+    config.stash[_SUMMED] = True
     reports = (r for r in itertools.chain(*terminalreporter.stats.values()) if getattr(r, "when", "") == "teardown")
     found = _sum(value for report in reports for name, value in report.user_properties if name == _COUNTED)
-    if found and not config.stash.get(_SUMMED, False):
-        config.stash[_SUMMED] = True
+    if found:
         terminalreporter.write_line("counted: " + "; ".join(f"{n:,} {what}" for what, n in sorted(found.items())))
+    if config.option.counts is not None:
+        tests = {name: len(terminalreporter.stats.get(key, ())) for name, key in _OUTCOMES.items()}
+        run = {**_machine(), "thorough": config.option.thorough, **tests, "counts": dict(sorted(found.items()))}
+        config.option.counts.write_text(json.dumps(run, indent=1) + "\n")
+
+
+_OUTCOMES = {"passed": "passed", "failed": "failed", "errors": "error", "skipped": "skipped"}
+"""Numbers of tests in the file of counts, and pytest's own words for them."""
+
+
+def _machine() -> dict[str, str | None]:
+    try:
+        triton = importlib.metadata.version("triton")
+    except importlib.metadata.PackageNotFoundError:
+        triton = None
+    return {
+        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
+        "torch": torch.__version__,
+        "triton": triton,
+        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
+    }
+
+
+@pytest.fixture(scope="session")
+def thorough(request: pytest.FixtureRequest) -> bool:
+    """Whether to repeat what is random so often that rare faults show."""
+    return request.config.option.thorough
 
 
 @pytest.fixture(autouse=True)

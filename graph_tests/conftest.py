@@ -21,11 +21,12 @@ from fixtures import (
     pytest_configure,
     pytest_report_header,
     pytest_terminal_summary,
+    thorough,
 )
 from gpu import SCHEDULES, Block
 from layers import WAYS
 
-from dsmoe_op import dual_stream_moe
+from dsmoe_op import dual_stream_moe, dual_stream_moe_unfinalized
 
 __all__ = [
     "_fresh_random",
@@ -37,6 +38,7 @@ __all__ = [
     "pytest_configure",
     "pytest_report_header",
     "pytest_terminal_summary",
+    "thorough",
 ]
 
 
@@ -69,6 +71,8 @@ def _compile(blocks: dict[torch.dtype, Block]) -> None:
             x, args = block.inputs(3, way)
             for schedule in SCHEDULES:
                 dual_stream_moe(x, **args, schedule=schedule)
+                if block.dtype == torch.bfloat16:
+                    dual_stream_moe_unfinalized(x, **args, schedule=schedule)
 
 
 @pytest.fixture

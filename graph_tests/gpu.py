@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import random
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -11,6 +12,7 @@ import pytest
 import torch
 from layers import make_layer
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from dsmoe_op import MoEConfig, checks, dual_stream_moe, reference, streams, tuning
 from dsmoe_op.cli import profiling
@@ -35,18 +37,21 @@ SHARED = {"gate", "shared_gemm1", "shared_gemm2"}
 class Block:
     """The weights of one layer, with a gated shared expert and a correction bias."""
 
-    def __init__(self, dtype: torch.dtype = torch.bfloat16, device: str = "cuda") -> None:
-        self.dtype, self.device = dtype, device
+    def __init__(
+        self, dtype: torch.dtype = torch.bfloat16, device: str = "cuda", sizes: dict[str, int] = SIZES
+    ) -> None:
+        self.dtype, self.device, self.sizes = dtype, device, sizes
         self.config = CONFIG
         _, self.args = make_layer(
-            1, config=CONFIG, dtype=dtype, device=device, shared_gate=True, correction_bias=True, **SIZES
+            1, config=CONFIG, dtype=dtype, device=device, shared_gate=True, correction_bias=True, **sizes
         )
 
     def inputs(self, T: int, way: str = "router_weight") -> tuple[Tensor, dict[str, Any]]:
         """Fresh hidden_states, and the other arguments. No row's choice hangs on a rounding of its logits."""
         drawn = 2 * T + 16
-        options = {"correction_bias": True} if way != "topk_ids" else {}
-        x, given = make_layer(drawn, way=way, config=CONFIG, dtype=self.dtype, device=self.device, **options, **SIZES)
+        options: dict[str, Any] = {"correction_bias": True} if way != "topk_ids" else {}
+        options |= {"dtype": self.dtype, "device": self.device, **self.sizes}
+        x, given = make_layer(drawn, way=way, config=CONFIG, **options)
         args = {k: v for k, v in self.args.items() if k not in ("router_weight", "correction_bias")}
         if way == "topk_ids":
             rows = torch.arange(T, device=self.device)
@@ -111,6 +116,20 @@ class Captured:
         return torch.equal(self.out, want)
 
 
+class Differences:
+    """Compares on the GPU, on the current stream, and is read once: thousands of results without a wait for each."""
+
+    def __init__(self) -> None:
+        self._found = torch.zeros((), dtype=torch.int64, device="cuda")
+
+    def compare(self, out: Tensor, want: Tensor) -> None:
+        self._found += (out != want).any()
+
+    def __int__(self) -> int:
+        """How many results were not what was wanted, bit for bit."""
+        return int(self._found)
+
+
 class Boom(Exception):
     pass
 
@@ -131,15 +150,55 @@ def issuing(wrap: Callable[[Callable[[], None], str], None]) -> Iterator[None]:
         yield
 
 
-def raising_at(failing: str) -> contextlib.AbstractContextManager[None]:
-    """An exception right after the launch of that name."""
+def raising_at(failing: str, *, before: bool = False) -> contextlib.AbstractContextManager[None]:
+    """An exception right after the launch of that name, or instead of it."""
 
     def wrap(launch: Callable[[], None], name: str) -> None:
-        launch()
+        if not (name == failing and before):
+            launch()
         if name == failing:
             raise Boom
 
     return issuing(wrap)
+
+
+def launches_of(call: Callable[[], Any]) -> list[str]:
+    """The names of the launches of one call of a layer, in the order in which they are issued."""
+    names: list[str] = []
+
+    def wrap(launch: Callable[[], None], name: str) -> None:
+        names.append(name)
+        launch()
+
+    with issuing(wrap):
+        call()
+    return names
+
+
+class Allocations(TorchDispatchMode):
+    """Counts PyTorch's operations on real memory, each of which allocates in a layer, and lets one of them fail.
+
+    Args:
+        log: where each is written down.
+        fail_at: the number, from 0, of the one that fails.
+    """
+
+    def __init__(self, log: list[tuple] | None = None, *, fail_at: int | None = None) -> None:
+        super().__init__()
+        self.log, self.fail_at, self.count = log, fail_at, 0
+        self.made: list[weakref.ref[Tensor]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        if func._schema.returns[0].alias_info is not None or made.is_meta:  # a view, or what needs no memory
+            return made
+        if self.count == self.fail_at:
+            raise torch.OutOfMemoryError(str(func))
+        self.count += 1
+        self.made.append(weakref.ref(made))
+        if self.log is not None:
+            self.log.append(("allocates",))
+        return made
 
 
 @contextlib.contextmanager

@@ -2,13 +2,25 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import pytest
 import torch
-from gpu import CONFIG, LAUNCHES, SCHEDULES, Boom, Captured, capture, needs_gpu, raising_at
+from gpu import (
+    CONFIG,
+    SCHEDULES,
+    Boom,
+    Captured,
+    Differences,
+    capture,
+    launches_of,
+    needs_gpu,
+    raising_at,
+)
 from layers import WAYS, make_layer
 
 from dsmoe_op import dual_stream_moe, dual_stream_moe_unfinalized, finalize
@@ -18,18 +30,20 @@ pytestmark = needs_gpu
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("way", WAYS)
-def test_replays_with_new_contents_give_the_new_answer(block, way, schedule) -> None:
+def test_replays_with_new_contents_give_the_new_answer(block, counted, thorough, way, schedule) -> None:
+    replays = 100 if thorough else 3
     if schedule == "fused":  # its bits may differ from those of serial
         x, args = block.inputs(33, way)
         dual_stream_moe(x, **args, schedule="fused")
         graph, out = capture(lambda: dual_stream_moe(x, **args, schedule="fused"))
-        for _ in range(3):
+        for _ in range(replays):
             x.copy_(block.inputs(33)[0])
             graph.replay()
             assert torch.equal(out, dual_stream_moe(x, **args, schedule="fused"))
-        return
-    captured = Captured(block, 33, way=way, schedule=schedule)
-    assert all(captured.is_right() for _ in range(3))
+    else:
+        captured = Captured(block, 33, way=way, schedule=schedule)
+        assert all(captured.is_right() for _ in range(replays))
+    counted("replays with new contents", replays)
 
 
 @pytest.mark.parametrize("priority", [0, -1])
@@ -49,10 +63,11 @@ def test_every_capture_mode_works(block, mode) -> None:
     assert Captured(block, 7, capture_error_mode=mode).is_right()
 
 
-def test_two_graphs_live_side_by_side(block) -> None:
-    graphs = [Captured(block, 7), Captured(block, 7)]
-    for _ in range(6):
+def test_two_graphs_live_side_by_side(block, counted, thorough) -> None:
+    graphs, replays = [Captured(block, 7), Captured(block, 7)], 200 if thorough else 6
+    for _ in range(replays):
         assert random.choice(graphs).is_right()
+    counted("replays of two graphs in turn", replays)
 
 
 def test_a_second_capture_after_the_first_graph_is_gone(block) -> None:
@@ -119,62 +134,86 @@ def test_after_one_eager_call_no_size_compiles_or_loads_a_kernel() -> None:
         assert torch.equal(out, dual_stream_moe(x, **args, schedule="serial"))  # which may load kernels of its own
 
 
-@pytest.mark.parametrize("name", LAUNCHES["dual"])
-@pytest.mark.parametrize("schedule", ["dual", "dual_shared_main"])
-def test_an_exception_at_any_launch_leaves_the_capture_usable(block, schedule, name) -> None:
-    def twice() -> torch.Tensor:
-        with raising_at(name), pytest.raises(Boom):
-            dual_stream_moe(x, **args, schedule=schedule)
-        return dual_stream_moe(x, **args, schedule=schedule)
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("way", WAYS)
+def test_an_exception_at_any_launch_leaves_the_capture_usable(block, counted, thorough, way, schedule) -> None:
+    for T in (7, 130) if thorough else (7,):  # 64 is the most whose experts are one launch
+        x, args, want = block.out(T, way)
+        if schedule == "fused":  # its bits may differ from those of serial
+            want = dual_stream_moe(x, **args, schedule=schedule)
 
-    x, args, want = block.out(7)
-    graph, out = capture(twice)
-    graph.replay()
-    assert torch.equal(out, want)
+        def twice(name: str, before: bool, x: torch.Tensor = x, args: dict[str, Any] = args) -> torch.Tensor:
+            with raising_at(name, before=before), pytest.raises(Boom):
+                dual_stream_moe(x, **args, schedule=schedule)
+            return dual_stream_moe(x, **args, schedule=schedule)
 
-
-@pytest.mark.parametrize("name", ["router", "shared_gemm1", "experts"])
-def test_a_capture_that_an_exception_ends_leaves_the_next_ones_fine(block, name) -> None:
-    x, args, want = block.out(7)
-    with raising_at(name), pytest.raises(Boom):
-        capture(lambda: dual_stream_moe(x, **args, schedule="dual"))
-    assert torch.equal(dual_stream_moe(x, **args, schedule="dual"), want)
-    assert Captured(block, 7).is_right()
+        names = launches_of(lambda x=x, args=args: dual_stream_moe(x, **args, schedule=schedule))
+        for name, before in itertools.product(names, (True, False)):
+            graph, out = capture(lambda name=name, before=before, twice=twice: twice(name, before))
+            graph.replay()
+            assert torch.equal(out, want), (T, name, before)
+        counted("captures that go on after an exception at a launch", 2 * len(names))
 
 
-def test_eager_calls_of_any_size_between_replays_change_nothing(block) -> None:
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_a_capture_that_an_exception_ends_leaves_the_next_ones_fine(block, counted, schedule) -> None:
+    for T in (7, 130):
+        x, args = block.inputs(T)
+        want = dual_stream_moe(x, **args, schedule=schedule)
+        names = launches_of(lambda x=x, args=args: dual_stream_moe(x, **args, schedule=schedule))
+        for name in names:
+            with raising_at(name), pytest.raises(Boom):
+                capture(lambda x=x, args=args: dual_stream_moe(x, **args, schedule=schedule))
+            assert torch.equal(dual_stream_moe(x, **args, schedule=schedule), want)
+            graph, out = capture(lambda x=x, args=args: dual_stream_moe(x, **args, schedule=schedule))
+            graph.replay()
+            assert torch.equal(out, want), (T, name)
+        counted("captures that an exception at a launch ended", len(names))
+
+
+def test_eager_calls_of_any_size_between_replays_change_nothing(block, counted, thorough) -> None:
     captured = Captured(block, 33)
-    for T in (1, 5000, 64, 0, 300):
+    more = [int(2 ** random.uniform(0, 14)) for _ in range(200)] if thorough else []
+    for T in (1, 5000, 64, 0, 300, *more):
         x, args = block.inputs(T)
         dual_stream_moe(x, **args)
         assert captured.is_right()
+    counted("eager calls of another size between replays", 5 + len(more))
 
 
-def test_a_capture_in_one_thread_leaves_an_eager_one_in_another_alone(block) -> None:
+@pytest.mark.parametrize("schedule", ["dual", "dual_shared_main"])
+def test_a_capture_in_one_thread_leaves_an_eager_one_in_another_alone(block, counted, thorough, schedule) -> None:
     x, args, want = block.out(33)
-    dual_stream_moe(x, **args, schedule="dual")
+    dual_stream_moe(x, **args, schedule=schedule)
     torch.cuda.synchronize()
     stop, started = threading.Event(), threading.Event()
+    captures = 300 if thorough else 5
 
-    def eager() -> list[bool]:
-        right = []
+    def eager() -> tuple[int, int]:
         with torch.cuda.stream(torch.cuda.Stream()):
+            wrong, calls = Differences(), 0
             while not stop.is_set():
-                right.append(torch.equal(dual_stream_moe(x, **args, schedule="dual"), want))
+                wrong.compare(dual_stream_moe(x, **args, schedule=schedule), want)
+                torch.cuda.current_stream().synchronize()  # else its queue fills up
+                calls += 1
                 started.set()
-        return right
+            return int(wrong), calls
 
+    graphs = []
     with ThreadPoolExecutor(1) as pool:
         other = pool.submit(eager)
         try:
             assert started.wait(30)
-            graphs = [
-                capture(lambda: dual_stream_moe(x, **args, schedule="dual"), capture_error_mode="thread_local")
-                for _ in range(5)
-            ]
+            for _ in range(captures):
+                graphs.append(
+                    capture(lambda: dual_stream_moe(x, **args, schedule=schedule), capture_error_mode="thread_local")
+                )
         finally:
             stop.set()
-        assert all(other.result())
+        wrong, calls = other.result()
+    assert wrong == 0
     for graph, out in graphs:
         graph.replay()
         assert torch.equal(out, want)
+    counted("captures in a thread while another calls eagerly", captures)
+    counted("eager calls in a thread while another captures", calls)

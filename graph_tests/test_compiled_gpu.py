@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import threading
 import warnings
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 import torch
-from gpu import Block, delays, nap, needs_gpu, profiled
+from gpu import Block, Differences, delays, nap, needs_gpu, profiled
 from torch import Tensor
 
 from dsmoe_op import dual_stream_moe
@@ -64,10 +66,11 @@ def inputs(block: Block, T: int) -> Tensor:
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_results_have_the_bits_of_eager_and_run_on_two_streams(block, mode) -> None:
+def test_results_have_the_bits_of_eager_and_run_on_two_streams(block, counted, thorough, mode) -> None:
     compiled = torch.compile(Model(block), dynamic=False, **MODES[mode])
+    calls = 300 if thorough else 4
     with torch.no_grad():
-        for _ in range(4):
+        for _ in range(calls):
             x = inputs(block, 33)
             assert torch.equal(step(compiled, x), eager(block, x))
         profile = profiled(lambda: step(compiled, x))
@@ -75,6 +78,7 @@ def test_results_have_the_bits_of_eager_and_run_on_two_streams(block, mode) -> N
     assert len(profile.with_kernel("gate")) == 2 * 3
     if mode == "reduce-overhead":
         assert any("GraphLaunch" in call for call in profile.runtime)
+    counted(f"calls under torch.compile, {mode}", calls)
 
 
 def test_cudagraph_trees_do_not_complain(block) -> None:
@@ -92,14 +96,50 @@ def test_cudagraph_trees_do_not_complain(block) -> None:
 
 
 @pytest.mark.parametrize("mode", ["default", "reduce-overhead"])
-def test_a_late_producer_and_an_early_consumer_change_nothing(block, mode) -> None:
-    compiled = torch.compile(Model(block, late=True), dynamic=True, **MODES[mode])
+def test_a_late_producer_and_an_early_consumer_change_nothing(block, counted, thorough, mode) -> None:
+    compiled, calls = torch.compile(Model(block, late=True), dynamic=True, **MODES[mode]), 100 if thorough else 3
     with torch.no_grad():
         for T in (33, 7, 65, 20, 130, 48):
             with delays():
-                for _ in range(3):  # under reduce-overhead: a first run, a recording, a replay
+                for _ in range(calls):  # under reduce-overhead: a first run, a recording, replays of its sleeps
                     x = inputs(block, T)
                     assert torch.equal(step(compiled, x), eager(block, x))
-            for _ in range(3):
+            for _ in range(calls):
                 x = inputs(block, T)
                 assert torch.equal(step(compiled, x), eager(block, x))
+            counted(f"calls under torch.compile, {mode}, with random sleeps around all launches", calls)
+            counted(f"calls under torch.compile, {mode}, with random sleeps around the layers", calls)
+
+
+def test_eager_calls_in_another_thread_leave_cudagraph_trees_alone(block, counted, thorough) -> None:
+    """The trees' replays in this thread, eager calls in the other."""
+    compiled = torch.compile(Model(block), dynamic=False, **MODES["reduce-overhead"])
+    x, args, want = block.out(65)
+    calls, ended = 500 if thorough else 10, threading.Event()
+
+    def call() -> tuple[int, int]:
+        with torch.cuda.stream(torch.cuda.Stream()):
+            wrong, calls = Differences(), 0
+            while not ended.is_set():
+                wrong.compare(dual_stream_moe(x, **args, schedule="dual"), want)
+                torch.cuda.current_stream().synchronize()  # else its queue fills up
+                calls += 1
+            return int(wrong), calls
+
+    given = inputs(block, 33)
+    with torch.no_grad():
+        for _ in range(3):  # a first run, a recording, a replay
+            assert torch.equal(step(compiled, given), eager(block, given))
+        torch.cuda.synchronize()
+        with ThreadPoolExecutor(1) as pool:
+            other = pool.submit(call)
+            try:
+                for _ in range(calls):
+                    given = inputs(block, 33)
+                    assert torch.equal(step(compiled, given), eager(block, given))
+            finally:
+                ended.set()
+            wrong, others = other.result()
+    assert wrong == 0
+    counted("replays of cudagraph trees while another thread calls eagerly", calls)
+    counted("eager calls in a thread while another replays cudagraph trees", others)

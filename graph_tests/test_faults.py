@@ -5,17 +5,15 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
-import weakref
 from collections.abc import Iterator
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
-from gpu import SCHEDULES, Boom
+from gpu import SCHEDULES, Allocations, Boom
 from layers import WAYS, make_layer
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 triton = pytest.importorskip("triton", reason="no triton")
 
@@ -29,32 +27,6 @@ FORK, JOIN = ("alt", "main"), ("main", "alt")
 ENTRIES = pytest.mark.parametrize("entry", [ops._moe, ops._moe_unfinalized])
 ANY_SCHEDULE = pytest.mark.parametrize("schedule", SCHEDULES)
 ANY_WAY = pytest.mark.parametrize("way", WAYS)
-
-
-class Allocations(TorchDispatchMode):
-    """Counts PyTorch's operations on real memory, each of which allocates here, and lets one of them fail.
-
-    Args:
-        log: where each is written down.
-        fail_at: the number, from 0, of the one that fails.
-    """
-
-    def __init__(self, log: list[tuple] | None = None, *, fail_at: int | None = None) -> None:
-        super().__init__()
-        self.log, self.fail_at, self.count = log, fail_at, 0
-        self.made: list[weakref.ref[Tensor]] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        made = func(*args, **(kwargs or {}))
-        if func._schema.returns[0].alias_info is not None or made.is_meta:  # a view, or what needs no memory
-            return made
-        if self.count == self.fail_at:
-            raise torch.OutOfMemoryError(str(func))
-        self.count += 1
-        self.made.append(weakref.ref(made))
-        if self.log is not None:
-            self.log.append(("allocates",))
-        return made
 
 
 @contextlib.contextmanager

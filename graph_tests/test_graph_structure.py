@@ -71,8 +71,9 @@ def dual(call, names) -> tuple[Graph, list[dict[str, int]]]:
     return graph, layers_of(graph, names)
 
 
-def test_a_graph_holds_the_launches_of_its_layers_and_nothing_else(dual) -> None:
+def test_a_graph_holds_the_launches_of_its_layers_and_nothing_else(dual, counted) -> None:
     graph, layers = dual
+    counted("nodes of captured graphs held against the schedule", len(graph.nodes))
     assert len(graph.nodes) == LAYERS * len(LAUNCHES["dual"])
     assert all(layer.keys() == set(LAUNCHES["dual"]) for layer in layers)
 

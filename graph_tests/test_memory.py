@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import gc
+import os
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from gpu import Block, Captured, capture, needs_gpu
+from gpu import Block, Captured, Differences, capture, needs_gpu
 from layers import tensors_of
 
 from dsmoe_op import dual_stream_moe, streams
@@ -76,24 +77,45 @@ def test_a_call_allocates_its_named_buffers_and_no_more(call) -> None:
     assert counts[0] <= 14
 
 
-def test_a_thousand_calls_leave_memory_flat(call) -> None:
+def test_many_calls_leave_memory_flat(call, counted, thorough) -> None:
     def figures() -> list[int]:
+        torch.cuda.synchronize()
         stats = torch.cuda.memory_stats()
         return [stats[f"{name}.all.current"] for name in ("allocation", "allocated_bytes", "segment", "reserved_bytes")]
 
-    before = figures()
-    for _ in range(1000):
+    before, calls = figures(), 10_000 if thorough else 1000
+    for _ in range(calls):
         call()
     assert figures() == before
+    counted("eager calls that leave memory flat", calls)
 
 
-def test_a_thousand_replays_leave_memory_flat(block) -> None:
-    captured = Captured(block, 33)
-    before = reserved(), torch.cuda.memory_allocated()
-    for _ in range(1000):
-        captured.graph.replay()
-    assert (reserved(), torch.cuda.memory_allocated()) == before
+def test_many_replays_leave_memory_flat(block, counted, thorough) -> None:
+    captured, wrong = Captured(block, 33), Differences()
     assert captured.is_right()
+    want = dual_stream_moe(captured.x, **captured.args, schedule="serial")
+    before = reserved(), torch.cuda.memory_allocated()
+    times, replays = 100 if thorough else 1, 1000
+    for _ in range(times):
+        captured.out.fill_(float("nan"))
+        for _ in range(replays):
+            captured.graph.replay()
+        wrong.compare(captured.out, want)
+        assert torch.cuda.memory_allocated() == before[1]
+    assert (reserved(), torch.cuda.memory_allocated()) == before
+    assert int(wrong) == 0
+    assert captured.is_right()
+    counted("replays that leave memory flat", times * replays)
+
+
+def test_the_allocator_is_the_one_that_was_asked_for(block) -> None:
+    """`test_allocators_gpu.py` runs these tests with others than PyTorch's usual one."""
+    asked = os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "")
+    expected = "cudaMallocAsync" if "cudaMallocAsync" in asked else "native"
+    assert torch.cuda.get_allocator_backend() == expected
+    if expected == "native":
+        expandable = any(segment["is_expandable"] for segment in torch.cuda.memory_snapshot())
+        assert expandable == ("expandable_segments:True" in asked)
 
 
 def test_a_pool_of_three_sizes_captured_largest_first_is_about_as_large_as_the_largest(block) -> None:

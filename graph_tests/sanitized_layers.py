@@ -1,0 +1,132 @@
+"""Every launch of a small layer once at each of its tiles, for compute-sanitizer to watch: `test_sanitizer_gpu.py`.
+
+    python sanitized_layers.py WHAT FILE [--compile]
+
+WHAT is "16bit", a format of quantised weights, or "control" for a kernel that is wrong. FILE gets JSON: how often each
+launch was issued, and the names of the kernels. With --compile all kernels are compiled first, side by side.
+
+Inputs are made on the CPU, so that nearly all that runs on the GPU is this library's. Each of a call's buffers is an
+allocation of its own here, so that a step out of it is seen.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import json
+import pathlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+from gpu import CONFIG, Block, issuing
+from layers import error, quantized
+from torch import Tensor
+
+from dsmoe_op import cuda, dual_stream_moe, dual_stream_moe_unfinalized, finalize, formats, reference, tuning
+
+SIZES = {"H": 272, "E": 16, "I": 144, "S": 288}
+MOST_TOKENS = 1000
+LIMIT = 2e-2
+
+
+def on_the_gpu(t: Any) -> Any:
+    return t.cuda() if isinstance(t, Tensor) else t
+
+
+def tokens(format: str | None) -> list[int]:
+    """The fewest tokens for each of the tiles that a layer can have, in that format up to MOST_TOKENS."""
+    kind = tuning.layer_kind(torch.bfloat16, False, format, format)
+    shape = tuning.LayerShape(kind, *(SIZES[name] for name in "HIE"), CONFIG.top_k, SIZES["S"])
+    first: dict[tuning.LayerTiles, int] = {}
+    for T in range(1, MOST_TOKENS):
+        first.setdefault(tuning.layer_choice(shape, T).tiles, T)
+    return list(first.values())
+
+
+def calls(format: str | None) -> Iterator[tuple[int, str, str]]:
+    """T, the way in and the schedule. The routing knows of no format and no schedule."""
+    for T in tokens(format):
+        for schedule in ("serial", "dual", "fused"):
+            yield T, "router_weight", schedule
+        if format is None:
+            yield T, "router_logits", "dual"
+            yield T, "topk_ids", "dual"
+
+
+def apart(kept: list[Tensor]) -> Callable[..., list[Any]]:
+    """In place of `cuda._table`: every buffer an allocation of its own, kept in that list."""
+
+    def table(plan: Any, addresses: list[int], workspace: Tensor, outputs: tuple[Tensor, ...]) -> list[Any]:
+        buffers = [torch.empty(buffer.nbytes, dtype=torch.uint8, device=workspace.device) for buffer in plan.buffers]
+        kept.extend(buffers)
+        return [*addresses, *(t.data_ptr() for t in (*buffers, *outputs)), *plan.constants]
+
+    return table
+
+
+def run(format: str | None) -> None:
+    block = Block(device="cpu", sizes=SIZES)
+    kept: list[Tensor] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cuda, "_table", apart(kept))
+        for T, way, schedule in calls(format):
+            x, args = block.inputs(T, way)
+            args = quantized(args, format, format) if format else args
+            want = reference.moe(x, **args)
+            given = {name: on_the_gpu(t) for name, t in args.items()}
+            outs = [dual_stream_moe(x.cuda(), **given, schedule=schedule)]
+            pieces = dual_stream_moe_unfinalized(x.cuda(), **given, schedule=schedule)
+            outs.append(finalize(pieces, config=args["config"]))
+            torch.cuda.synchronize()
+            assert kept, "the launches were not given the buffers that are apart"
+            kept.clear()
+            for out in outs:
+                assert error(out.cpu(), want) <= LIMIT, (T, way, schedule)
+
+
+@triton.jit
+def _wrong(read_ptr, write_ptr, n):
+    offset = tl.arange(0, 64)
+    tl.store(write_ptr + n + offset, tl.load(read_ptr + offset))
+
+
+def run_control() -> None:
+    """Reads what nobody wrote, and writes right behind a tensor."""
+    fresh, short = torch.empty(64, device="cuda"), torch.zeros(64).cuda()
+    _wrong[(1,)](fresh, short, 64)
+    torch.cuda.synchronize()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("what", choices=["16bit", "control", *formats.FORMATS])
+    parser.add_argument("file", type=pathlib.Path)
+    parser.add_argument("--compile", action="store_true")
+    options = parser.parse_args()
+    if not options.compile:
+        cuda._prepare = lambda kind, launch: None  # a kernel that is not launched need not be loaded
+    launches: collections.Counter[str] = collections.Counter()
+    kernels: set[str] = set()
+
+    def count(launch: Callable[[], None], name: str) -> None:
+        launch()
+        launches[name] += 1
+
+    def note(module: object, function: object, name: str, *rest: object) -> None:
+        kernels.add(name)
+
+    triton.knobs.runtime.kernel_load_start_hook.add(note)
+    if options.what == "control":
+        run_control()
+    else:
+        with issuing(count):
+            run(None if options.what == "16bit" else options.what)
+    options.file.write_text(json.dumps({"launches": launches, "kernels": sorted(kernels)}))
+
+
+if __name__ == "__main__":
+    main()
