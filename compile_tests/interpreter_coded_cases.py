@@ -19,7 +19,7 @@ from torch import Tensor
 from dsmoe_op import formats, kernels, reference
 from dsmoe_op.config import MoEConfig
 from dsmoe_op.formats import FORMATS, Quantised
-from dsmoe_op.kernels.coded import _load_scale, _numbers, _to_fp8
+from dsmoe_op.kernels.coded import _load_scale, _numbers, to_fp8
 from dsmoe_op.tuning import Tile, gemm_kind, layer_variants
 
 __all__ = ["rng"]
@@ -80,7 +80,7 @@ def test_every_byte_of_a_scale_is_its_power_of_two(dtype):
 @triton.jit
 def _store_rows(a_ptr, factor_ptr, out_ptr, LARGEST: tl.constexpr, M: tl.constexpr, N: tl.constexpr):
     at = tl.arange(0, M)[:, None] * N + tl.arange(0, N)[None, :]
-    q = _to_fp8(tl.load(a_ptr + at), tl.load(factor_ptr + tl.arange(0, M)), LARGEST, True)
+    q = to_fp8(tl.load(a_ptr + at), tl.load(factor_ptr + tl.arange(0, M)), LARGEST, True)
     tl.store(out_ptr + at, q)
 
 

@@ -35,7 +35,7 @@ BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 V3 = MoEConfig(top_k=8, n_group=8, topk_group=4, routed_scaling_factor=2.5)
 SHARED_MEMORY = 227 * 1024
 FORMS = ("routed", "shared", "fused")
-LAUNCHERS = ("router", "route", "gemm", "gemm2_persistent", "experts", "gate", "finalize")
+LAUNCHERS = ("quantize", "router", "route", "gemm", "gemm2_persistent", "experts", "gate", "finalize")
 """Modules of kernels that launch."""
 TOKENS = (1, 2, 3, 15, 16, 17, 64, 65, 500, 1000, 5000, 70000)
 
@@ -306,7 +306,11 @@ def test_quantised_products_use_the_matrix_units_and_fit(compiled, tmp_path, nam
     """Routed, shared and both in one launch; sizes are no multiple of a tile's."""
     T, E, K, H, I, S = 4, 8, 2, 2048 - 16, 1424, 2832
     layer = Layer(T=T, H=H, I=I, S=S, E=E, config=MoEConfig(top_k=K))
-    kind = tuning.gemm_kind(BF16, False, name)
+    kind, activations = tuning.gemm_kind(BF16, False, name), formats.FORMATS[name].activations
+    codes: dict[str, Any] = {}
+    if activations in ("block", "token"):
+        scales = layer.tensor(T, *([-(-H // 128)] if activations == "block" else []), dtype=FP32)
+        codes = {"x_codes_TH": layer.tensor(T, H, dtype=formats.E4M3), "x_scales": scales}
     w13, w2 = coded_weight(name, E, 2 * I, H, 2), coded_weight(name, E, H, I, 1)
     shared_w13, shared_w2 = coded_weight(name, 0, 2 * S, H, 2), coded_weight(name, 0, H, S, 1)
 
@@ -320,13 +324,16 @@ def test_quantised_products_use_the_matrix_units_and_fit(compiled, tmp_path, nam
             shared2["shared_TH"] = layer.tensor(T, H)
             kernels.gemm1(
                 layer.x, tile=tiles.gemm1, w13=w13["q"], coded=w13["coded"], sorted_slot_N=rows.sorted_slot_N,
-                h_NI=layer.tensor(T * K, I), blocks=rows.blocks_3B, **shared1, **common,
+                h_NI=layer.tensor(T * K, I), blocks=rows.blocks_3B, **shared1, **codes, **common,
             )  # fmt: skip
             kernels.gemm2(
                 tile=tiles.gemm2, w2=w2["q"], coded=w2["coded"], h_NI=layer.tensor(T * K, I),
                 y_NH=layer.tensor(T * K, H), blocks=rows.blocks_3B, **shared2, **common,
             )  # fmt: skip
-            kernels.gemm1(layer.x, tile=tiles.shared_gemm1, **shared1, **common)
+            kernels.gemm1(layer.x, tile=tiles.shared_gemm1, **shared1, **codes, **common)
+            if codes:  # what is made of x itself, where routing weights come first
+                kernels.gemm1(layer.x, tile=tiles.shared_gemm1, **shared1, **common)
+                kernels.quantize_rows(layer.x, *codes.values(), warmup=True)
             kernels.gemm2(tile=tiles.shared_gemm2, **shared2, **common)
             if not tiles.one_launch:
                 continue
@@ -338,14 +345,15 @@ def test_quantised_products_use_the_matrix_units_and_fit(compiled, tmp_path, nam
                     layer.x, tiles=tiles[:2], rows=rows, w13=w13["q"], w2=w2["q"], coded=(w13["coded"], w2["coded"]),
                     h_NI=layer.tensor(T * K, I), y_NH=layer.tensor(T * K, H), topk_ids_TK=layer.slots(),
                     topk_weights_TK=layer.slots(FP32), shared_TH=layer.tensor(T, H), out_TH=layer.tensor(T, H),
-                    **beside, **common,
+                    **beside, **codes, **common,
                 )  # fmt: skip
 
     kernels.compile_together(launch)
     assert compiled
     for kernel in compiled:
-        unit = "wgmma" if least_side(kernel) >= 64 else "mma"
-        assert matrix_instructions(kernel) == {"wgmma e4m3" if kind == "fp8" else f"{unit} bf16"}
+        if kernel.metadata.name != "_quantize_rows":
+            unit = "wgmma" if least_side(kernel) >= 64 else "mma"
+            assert matrix_instructions(kernel) == {"wgmma e4m3" if kind == "fp8" else f"{unit} bf16"}
         assert kernel.metadata.shared <= SHARED_MEMORY
         assert stack_bytes(kernel, tmp_path) == 0, kernel.metadata
 

@@ -206,7 +206,8 @@ class _Plan:
         tables = tuning.tables_of(table, torch.cuda.get_device_name(x.device) if x.is_cuda else None)
         tiles, auto = tuning.layer_choice(shape, dims.T, tables)
         resolve = functools.partial(schedules.resolve, call.schedule, has_shared=dims.S > 0)
-        options = {"zero_experts": config.num_zero_experts > 0, "finalized": finalized}
+        options: dict[str, Any] = {"zero_experts": config.num_zero_experts > 0, "finalized": finalized}
+        options["coded_rows"] = _coded_rows(config, dims)
         one_chunk = kernels.num_chunks(dims.T * dims.K, alone=True) == 1
         self.steps = schedules.plan(
             resolve(auto=auto), present, **options, one_chunk=one_chunk, one_launch=tiles.one_launch
@@ -278,6 +279,9 @@ def _buffers(
     if layer.router_weight is not None:
         splits = kernels.router_splits(T, layer.hidden_states.dtype, layer.router_weight)
         inside.append(("logits", (splits, T, E_routing + config.num_zero_experts), f32))
+    if _coded_rows(config, dims):
+        groups = () if _activations(config, dims)[0] == "token" else (math.ceil(H / formats.GROUP),)
+        inside += [("x_codes", (T, H), formats.E4M3), ("x_scales", (T, *groups), f32)]
     inside += [
         ("counters", (kernels.num_counters(N, E),), i32),
         ("taken", (1,), i32),
@@ -344,6 +348,28 @@ def _coded(layer: Layer, name: str, dims: Dims, config: MoEConfig) -> kernels.Co
     return kernels.coded(format, parts, rows, columns, halves, config.interleaves(name))
 
 
+def _activations(config: MoEConfig, dims: Dims) -> list[str]:
+    """How the branches' formats quantise rows, where they find it out from the rows: the routed branch's first."""
+    names = [config.routed_format, *([config.shared_format] if dims.S else [])]
+    found = [None if name is None else formats.FORMATS[name].activations for name in names]
+    return [one for one in found if one in ("block", "token")]
+
+
+def _coded_rows(config: MoEConfig, dims: Dims) -> frozenset[str]:
+    """The branches whose hidden_states become fp8 in one launch for both (`schedule.plan`).
+
+    Where they differ in how, the shared expert's products make their own; where routing weights come first, each slot's
+    row is another.
+    """
+    some = _activations(config, dims)
+    if not some or config.apply_router_weight_on_input:
+        return frozenset()
+    names = (("routed", config.routed_format), ("shared", config.shared_format if dims.S else None))
+    return frozenset(
+        branch for branch, name in names if name is not None and formats.FORMATS[name].activations == some[0]
+    )
+
+
 def _check_gpu(config: MoEConfig, device: torch.device) -> None:
     """
     Raises:
@@ -400,6 +426,7 @@ class _Call:
         )
         self.h, self.y = buffers["h"], buffers["y"]
         self.gate_T, self.out = buffers.get("gate"), buffers.get("out")
+        self.codes = {"x_codes_TH": buffers.get("x_codes"), "x_scales": buffers.get("x_scales")}
         self.shared_h, self.shared = buffers["shared_h"], buffers["shared"]
 
     def kind(self, choices: tuple[Choice, ...], finalized: bool) -> tuple[object, ...]:
@@ -442,6 +469,12 @@ class _Call:
                         done.add(key)
                         self.issue_step(step, overlaps=overlaps)
         self.tiles, self.warmup = chosen, False
+
+    def _quantize(self) -> None:
+        codes, scales = self.codes.values()
+        assert codes is not None
+        assert scales is not None
+        kernels.quantize_rows(self.x, codes, scales, warmup=self.warmup)
 
     def _router(self) -> None:
         assert self.layer.router_weight is not None
@@ -504,6 +537,7 @@ class _Call:
             num_valid_tokens=self.num_valid_tokens,
             coded=self.coded["w13"] if routed else kernels.PLAIN,
             shared_coded=self.coded["shared_w13"] if shared else kernels.PLAIN,
+            **self.codes,
             allow_tf32=self.allow_tf32,
             warmup=self.warmup,
         )

@@ -23,6 +23,8 @@ FormatName = Literal["fp8_block", "fp8_channel", "fp8_tensor", "nvfp4", "mxfp4",
 
 E4M3, E8M0 = torch.float8_e4m3fn, torch.float8_e8m0fnu
 LARGEST_E4M3 = 448.0
+GROUP = 128
+"""Columns of a row that share a scale where not all do."""
 LEAST_AMAX = 2.0**-100
 """Rows count as at least so large, so that a row of zeros has a scale."""
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
@@ -284,7 +286,7 @@ def quantize_rows(x: Tensor, name: str, input_scale: Tensor | None = None) -> tu
         scale = input_scale.float().expand(*x.shape[:-1], 1)
         return _to_e4m3(x * (torch.ones_like(scale) / scale)), scale
     columns = x.shape[-1]
-    size = 128 if FORMATS[name].activations == "block" else columns
+    size = GROUP if FORMATS[name].activations == "block" else columns
     groups = _padded(x, size).unflatten(-1, (-1, size))
     amax = groups.abs().amax(-1).clamp(min=LEAST_AMAX)
     largest = torch.full_like(amax, LARGEST_E4M3)  # torch divides by a number, and a number, by way of a reciprocal
@@ -297,7 +299,7 @@ def quantized_rows(x: Tensor, name: str | None, input_scale: Tensor | None = Non
     if name is None or FORMATS[name].activations is None:
         return x
     q, scale = quantize_rows(x, name, input_scale)
-    size = 128 if FORMATS[name].activations == "block" else x.shape[-1]
+    size = GROUP if FORMATS[name].activations == "block" else x.shape[-1]
     return q.float() * scale.repeat_interleave(size, -1)[..., : x.shape[-1]]
 
 
@@ -315,7 +317,8 @@ def quantize(
     """w [E, R, K] or [R, K] in a format, each number the nearest (of two, the even one) of what its scale allows.
 
     Scales are as large as the largest number needs; those of mxfp4 are the powers of two of its specification, which
-    cut off the largest numbers by up to a quarter. Weights that share a scale with one that is not finite become NaN.
+    cut off the largest numbers by up to a quarter; those of int4 are in the dtype of w. Weights that share a scale with
+    one that is not finite become NaN.
 
     Args:
         halves, interleaved: as in `dequantize`. Gate and up rows never share a scale, but for those of an fp8_block
@@ -329,7 +332,7 @@ def quantize(
     """
     if name not in FORMATS:
         raise ValueError(f"name: expected one of {', '.join(map(repr, FORMATS))}, got {name!r}")
-    w = w.detach().float()
+    dtype, w = w.dtype, w.detach().float()
     w = w.where(w.isfinite(), math.nan)
     *_, rows, columns = w.shape
     if FORMATS[name].rows is None:
@@ -349,7 +352,7 @@ def quantize(
         scale = amax / LARGEST_E4M3
         return Quantised(_to_e4m3(w / scale), scale)
     if name == "int4":
-        return _int4(groups, columns, zero_point)
+        return _int4(groups, columns, zero_point, dtype)
     if name == "nvfp4":
         scale = (amax / E2M1[-1]).clamp(min=2.0**-9).to(E4M3)  # the least above 0
         divisor = scale.float()
@@ -381,14 +384,16 @@ def _fp8_block(w: Tensor, halves: int, interleaved: bool) -> Quantised:
     return Quantised(torch.cat([q for q, _ in made], -2).contiguous(), torch.cat([s for _, s in made], -2))
 
 
-def _int4(groups: Tensor, columns: int, zero_point: bool) -> Quantised:
+def _int4(groups: Tensor, columns: int, zero_point: bool, dtype: torch.dtype) -> Quantised:
+    """Scales are of the weights' dtype, as those of released checkpoints are, and kernels are fastest with these."""
+    least = max(LEAST_AMAX, torch.finfo(dtype).tiny)
     if not zero_point:
-        scale = groups.abs().amax(-1).clamp(min=LEAST_AMAX) / 7
+        scale = (groups.abs().amax(-1) / 7).clamp(min=least).to(dtype)
         q = (groups / scale.unsqueeze(-1)).round() + INT4_ZERO
         return Quantised(pack(_codes(q, columns)), scale)
     low, high = groups.amin(-1).clamp(max=0), groups.amax(-1).clamp(min=0)
-    scale = (high - low).clamp(min=LEAST_AMAX) / 15
-    zero = (-low / scale).round()
+    scale = ((high - low) / 15).clamp(min=least).to(dtype)
+    zero = (-low / scale).round().clamp(0, 15)
     q = (groups / scale.unsqueeze(-1)).round() + zero.unsqueeze(-1)
     return Quantised(pack(_codes(q, columns)), scale, pack_rows(zero.to(torch.uint8)))
 

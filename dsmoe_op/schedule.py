@@ -60,7 +60,7 @@ def resolve(schedule: str, *, has_shared: bool, auto: str = "dual") -> str:
 @functools.lru_cache(maxsize=256)
 def plan(
     schedule: str, present: frozenset[str], *, zero_experts: bool, finalized: bool, one_chunk: bool = False,
-    alt_first: bool = False, one_launch: bool = False,
+    alt_first: bool = False, one_launch: bool = False, coded_rows: frozenset[str] = frozenset(),
 ) -> tuple[Step, ...]:  # fmt: skip
     """The steps of one layer.
 
@@ -74,6 +74,8 @@ def plan(
             first-recorded parent, so the default keeps to one lane for the caller and one for the side stream.
         one_launch: the routed experts' products are one launch, which also ends the layer where the caller's stream has
             all that it takes.
+        coded_rows: of "routed" and "shared", the branches whose weights multiply hidden_states as fp8 numbers that one
+            launch makes for both, before the fork.
     """
 
     def launch(name: str, reads: str, writes: str, stream: StreamName = "main", updates: str = "") -> Launch:
@@ -100,9 +102,10 @@ def plan(
             routed.append(launch("zero", "", "counters", branch))
         routed.append(launch("order", chosen, f"{slots} {rows}", branch, "" if one_chunk else "counters"))
     gate = [launch("gate", "hidden_states shared_gate", "gate", shared_branch)] if has_gate else []
-    gemm1 = f"hidden_states {_parts('w13')} w13_bias blocks sorted_slot slot_weights"
+    routed_x, shared_x = ("x_codes x_scales" if b in coded_rows else "hidden_states" for b in ("routed", "shared"))
+    gemm1 = f"{routed_x} {_parts('w13')} w13_bias blocks sorted_slot slot_weights"
     gemm2 = f"{_parts('w2')} w2_bias blocks"
-    shared1 = f"hidden_states {_parts('shared_w13')} num_valid_tokens"
+    shared1 = f"{shared_x} {_parts('shared_w13')} num_valid_tokens"
     shared2 = f"{_parts('shared_w2')} num_valid_tokens{' gate' if has_gate else ''}"
     sums = f"slot_ids slot_weights row_of{' hidden_states' if zero_experts else ''}"
     shared = gate
@@ -110,6 +113,7 @@ def plan(
         shared.append(launch("shared_gemm1", shared1, "shared_h", shared_branch))
         shared.append(launch("shared_gemm2", f"shared_h {shared2}", "shared", shared_branch))
     one_stream = schedule in ("serial", "fused")
+    ahead = [launch("quantize", "hidden_states", "x_codes x_scales")] if coded_rows else []
     end = []
     if finalized and not (one_launch and one_stream):
         end.append(launch("finalize", f"y {sums}{' shared' if has_shared else ''}", "out"))
@@ -133,10 +137,10 @@ def plan(
         routed.append(launch("gemm2", f"h {gemm2} offsets", "y", branch, "taken"))
 
     if one_stream:
-        return _overlapping(*routed, *shared, *end)
+        return _overlapping(*ahead, *routed, *shared, *end)
     on_main, on_alt = (routed, shared) if branch == "main" else (shared, routed)
     first, second = (on_alt, on_main) if alt_first else (on_main, on_alt)
-    return _overlapping(FORK, *first, *second, JOIN, *end)
+    return _overlapping(*ahead, FORK, *first, *second, JOIN, *end)
 
 
 def _parts(weight: str) -> str:
@@ -145,12 +149,13 @@ def _parts(weight: str) -> str:
 
 
 def _overlapping(*steps: Step) -> tuple[Step, ...]:
-    """The steps, with each launch early that comes straight after another on its stream."""
+    """The steps, with each launch early that comes straight after another on its stream, with no wait between."""
     new = list(steps)
     last: dict[StreamName, tuple[int, Launch]] = {}
     for i, step in enumerate(steps):
         if isinstance(step, Wait):
             last.pop(step.waiter, None)
+            last.pop(step.on, None)
             continue
         if step.stream in last:
             j, before = last[step.stream]
@@ -168,7 +173,7 @@ TILED = frozenset(
 """Launches whose tiles are chosen by the layer's sizes."""
 
 PARTS = {
-    **dict.fromkeys(("router", "choose_order", "choose", "order", "zero"), "router"),
+    **dict.fromkeys(("quantize", "router", "choose_order", "choose", "order", "zero"), "router"),
     **dict.fromkeys(("gemm1", "gemm2", "experts"), "routed"),
     **dict.fromkeys(("gate", "shared_gemm1", "shared_gemm2"), "shared"),
     "finalize": "finalize",

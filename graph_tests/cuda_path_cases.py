@@ -86,7 +86,7 @@ class Run:
         present = frozenset(self.inputs) & schedules.OPTIONAL
         self.steps: tuple[Step, ...] = schedules.plan(
             resolved, present, zero_experts=config.num_zero_experts > 0, finalized=finalized, alt_first=alt_first,
-            one_launch=one_launch,
+            one_launch=one_launch, coded_rows=cuda._coded_rows(config, dims),
         )  # fmt: skip
         self.buffers = buffers
         for tensor in self.buffers.values():
@@ -139,10 +139,15 @@ def test_quantised_weights_compute_the_reference_in_every_schedule(shared) -> No
         x, args = make(name, way, random.choice((torch.float32, torch.float16)))
         args = quantized(args, routed, shared)
         expected = reference.moe(x, **args)
-        outs = {s: Run(x, args, s).issue().out for s in (SCHEDULES if routed == shared else SCHEDULES[:3])}
+        runs = {s: Run(x, args, s) for s in (SCHEDULES if routed == shared else SCHEDULES[:3])}
+        outs = {schedule: run.issue().out for schedule, run in runs.items()}
+        kind, tiles = tuning.gemm_kind(x.dtype, False, routed), runs["serial"].call.tiles
         for schedule, out in outs.items():
             assert error(out, expected) < 2e-2, (routed, name, way, schedule)
             assert schedule == "fused" or same(out, outs["serial"]), (routed, name, way, schedule)
+            if tuning.one_launch(kind, len(x), tiles.gemm1, tiles.gemm2):
+                together = Run(x, args, schedule, one_launch=True).issue().out
+                assert same(together, out), (routed, name, way, schedule)
 
 
 @pytest.mark.parametrize(

@@ -17,6 +17,7 @@ from typing import NamedTuple
 from dsmoe_op.cli.profiling import Work
 
 _LABELS = {
+    "_quantize_rows": "rows to fp8",
     "_router_logits": "router",
     "_zero": "choice and order",
     "_route": "choice and order",

@@ -25,6 +25,7 @@ from dsmoe_op.kernels.launch import (
     row_stride,
 )
 from dsmoe_op.kernels.order import Rows, num_blocks, num_chunks, num_counters
+from dsmoe_op.kernels.quantize import quantize_rows
 from dsmoe_op.kernels.route import choose, order_rows, zero_counters
 from dsmoe_op.kernels.router import router_logits, router_splits
 
@@ -51,6 +52,7 @@ __all__ = [
     "num_counters",
     "order_rows",
     "overlapping",
+    "quantize_rows",
     "router_logits",
     "router_splits",
     "row_stride",

@@ -125,10 +125,10 @@ def _numbers(code, zero, scale, NAME: tl.constexpr, DTYPE: tl.constexpr):
 @triton.jit
 def _spread(t_NG, ROWS: tl.constexpr, GROUPS: tl.constexpr, COLUMNS: tl.constexpr):
     """[ROWS, GROUPS] -> [ROWS, COLUMNS]: each for as many columns."""
-    if GROUPS == 1:
-        return t_NG
-    t = tl.broadcast_to(t_NG[:, :, None], [ROWS, GROUPS, COLUMNS // GROUPS])
-    return tl.reshape(t, [ROWS, COLUMNS])
+    t = t_NG
+    if GROUPS != 1:
+        t = tl.reshape(tl.broadcast_to(t[:, :, None], [ROWS, GROUPS, COLUMNS // GROUPS]), [ROWS, COLUMNS])
+    return t
 
 
 @triton.constexpr_function
@@ -251,7 +251,7 @@ def _row_amax(a_rows_M, in_M, weight_M, INNER: tl.constexpr, BLOCK_M: tl.constex
 
 
 @triton.jit
-def _factor_and_scale(amax_M, LARGEST: tl.constexpr, LEAST: tl.constexpr):
+def factor_and_scale(amax_M, LARGEST: tl.constexpr, LEAST: tl.constexpr):
     """What rows of that magnitude are multiplied by to become fp8, and what their products are then."""
     amax_M = tl.maximum(amax_M, LEAST)
     largest_M = LARGEST + tl.zeros_like(amax_M)
@@ -259,7 +259,7 @@ def _factor_and_scale(amax_M, LARGEST: tl.constexpr, LEAST: tl.constexpr):
 
 
 @triton.jit
-def _to_fp8(a, factor_M, LARGEST: tl.constexpr, INTERPRET: tl.constexpr):
+def to_fp8(a, factor_M, LARGEST: tl.constexpr, INTERPRET: tl.constexpr):
     """a times its row's factor as an fp8 number, cut off at the largest one; NaN stays."""
     a = a.to(tl.float32) * factor_M[:, None]
     a = tl.where(a > LARGEST, LARGEST, tl.where(a < -LARGEST, -LARGEST, a))
@@ -276,10 +276,8 @@ def coded_products(
     in_M,
     weight_on_input_M,
     w_ptr,
-    scale_ptr,
-    zero_ptr,
-    global_ptr,
-    input_ptr,
+    scale_ptrs,
+    read_M,
     expert,
     column,
     COLUMNS: tl.constexpr,
@@ -300,8 +298,10 @@ def coded_products(
 ):
     """float32 [BLOCK_M, ROWS] of rows of a by rows of w, or [ROWS, BLOCK_M] with SWAP, as `gemm._products` has it.
 
-    w_ptr points to the expert's q; the others to those of all experts.
+    w_ptr points to the expert's q; scale_ptrs to all experts' scales, zero points, scales for a tensor and of inputs.
+    The last of them, where it is not None, points to the scales of a, which is fp8 already; read_M are its rows.
     """
+    scale_ptr, zero_ptr, global_ptr, input_ptr, a_scale_ptr = scale_ptrs
     NAME: tl.constexpr = FORM[0]
     GROUP: tl.constexpr = FORM[1]  # columns of a scale
     SCALE_COLUMNS: tl.constexpr = FORM[2]
@@ -340,16 +340,20 @@ def coded_products(
                 scale_N = half_N * (SCALE_ROWS // 2) + (row_N - half_N * COLUMNS) // 128
         scale_ptr += expert * (SCALE_ROWS * SCALE_COLUMNS)
         g_G = tl.arange(0, STEP_SCALES)
-        scale_ptrs = scale_ptr + scale_N[:, None] * SCALE_COLUMNS + g_G[None, :]
+        s_ptrs = scale_ptr + scale_N[:, None] * SCALE_COLUMNS + g_G[None, :]
     if ZERO_WORD > 0:
         # Bytes of two rows each, ZERO_WORD of them side by side for each column.
         byte_N = row_N // (2 * ZERO_WORD) * (SCALE_COLUMNS * ZERO_WORD) + row_N // 2 % ZERO_WORD
         zero_ptrs = zero_ptr + expert * ZERO_STRIDE + byte_N[:, None] + g_G[None, :] * ZERO_WORD
     scale_M = tl.zeros([BLOCK_M], tl.float32)
     factor_M = scale_M
-    if NAME == "fp8_channel":
+    if a_scale_ptr is not None:
+        tl.static_assert(NAME == "fp8_block" or NAME == "fp8_channel")
+        a_scale_ptrs = a_scale_ptr + read_M * (tl.cdiv(INNER, 128) if NAME == "fp8_block" else 1)
+        scale_M = tl.load(a_scale_ptrs)
+    elif NAME == "fp8_channel":
         amax_M = _row_amax(a_rows_M, in_M, weight_on_input_M, INNER, BLOCK_M, BLOCK_K, WEIGHT_ON_INPUT, INTERPRET)
-        factor_M, scale_M = _factor_and_scale(amax_M, LARGEST, LEAST)
+        factor_M, scale_M = factor_and_scale(amax_M, LARGEST, LEAST)
     elif NAME == "fp8_tensor":
         scale_M = tl.load(input_ptr + expert if INPUT_SCALES else input_ptr) + tl.zeros([BLOCK_M], tl.float32)
         factor_M = tl.div_rn(1.0 + tl.zeros([BLOCK_M], tl.float32), scale_M)
@@ -358,6 +362,8 @@ def coded_products(
         sum = tl.zeros([ROWS, BLOCK_M], tl.float32)
     else:
         sum = tl.zeros([BLOCK_M, ROWS], tl.float32)
+    if NAME == "fp8_block":
+        s = _load_scale(s_ptrs, in_N[:, None], tl.float32)
     for start in tl.range(0, INNER, BLOCK_K, num_stages=STAGES):
         a = load_a(a_ptrs, in_M, weight_on_input_M, d_K, INNER - start, SWAP, RAGGED, WEIGHT_ON_INPUT, INTERPRET)
         a_ptrs += BLOCK_K
@@ -370,16 +376,24 @@ def coded_products(
             for byte in tl.static_range(1, 4):
                 w |= tl.load(w_ptrs + byte, mask=in_w, other=0).to(tl.int32) << (8 * byte)
         w_ptrs += WIDTH if FP8 or WORDS else 4 * WIDTH
-        if NAME == "fp8_block" or not FP8:
+        if NAME == "fp8_block":  # what the next step takes, so that none waits for it
+            at = start // GROUP + 1
+            next_s = _load_scale(s_ptrs + at, (in_N & (0 * row_N + at < SCALE_COLUMNS))[:, None], tl.float32)
+            next_scale_M = scale_M
+            if a_scale_ptr is not None:
+                next_scale_M = tl.load(a_scale_ptrs + at, mask=0 * read_M + at < SCALE_COLUMNS, other=0.0)
+        elif not FP8:
             in_s = in_N[:, None]
             if RAGGED:
                 in_s = in_s & (start // GROUP + g_G < SCALE_COLUMNS)[None, :]
-            s = _load_scale(scale_ptrs + start // GROUP, in_s, tl.float32 if FP8 else a.dtype)
+            s = _load_scale(s_ptrs + start // GROUP, in_s, a.dtype)
         if FP8:
-            if NAME == "fp8_block":
-                amax_M = tl.max(tl.abs(a.to(tl.float32)), 1)
-                factor_M, scale_M = _factor_and_scale(amax_M, LARGEST, LEAST)
-            q = _to_fp8(a, factor_M, LARGEST, INTERPRET)
+            q = a
+            if a_scale_ptr is None:
+                if NAME == "fp8_block":
+                    amax_M = tl.max(tl.abs(a.to(tl.float32)), 1)
+                    factor_M, scale_M = factor_and_scale(amax_M, LARGEST, LEAST)
+                q = to_fp8(a, factor_M, LARGEST, INTERPRET)
             w = w.to(q.dtype)
             if SWAP:
                 part = tl.dot(w, q.T)
@@ -390,6 +404,9 @@ def coded_products(
                 if NAME == "fp8_block":
                     part *= scale_M[:, None] * tl.trans(s)
             sum += part
+            if NAME == "fp8_block":
+                s = next_s
+                scale_M = next_scale_M
         else:
             zero = None
             if ZERO_WORD > 0:

@@ -26,6 +26,7 @@ from dsmoe_op.kernels.gemm import routed_rows, rows_product, shared_rows
 from dsmoe_op.kernels.launch import INTERPRET, launch, row_stride
 from dsmoe_op.kernels.order import Rows
 from dsmoe_op.kernels.overlap import begin
+from dsmoe_op.kernels.quantize import takes_codes
 from dsmoe_op.tuning import Tile, one_launch
 
 
@@ -58,6 +59,8 @@ def experts(
     out_TH: Tensor | None = None,
     coded: tuple[Coded, Coded] = (PLAIN, PLAIN),
     shared_coded: tuple[Coded, Coded] = (PLAIN, PLAIN),
+    x_codes_TH: Tensor | None = None,
+    x_scales: Tensor | None = None,
     warmup: bool = False,
 ) -> None:
     """h and y of the routed experts, those of the shared one where shared_w13 is given, and out where it is.
@@ -67,7 +70,8 @@ def experts(
         rows: as `order_rows` leaves them; `num_arrivals` zeros in arrivals, which are changed.
         topk_ids_TK, topk_weights_TK: int32 and float32 [T, K], contiguous, as `choose` and `order_rows` leave them.
         shared_TH: written with shared_w13, else read for out, if there is a shared expert; [T, H] contiguous.
-        coded, shared_coded: what belongs to w13 and w2, and to the shared expert's, where they are quantised.
+        coded, shared_coded: what belongs to w13 and w2, and to the shared expert's, where they are quantised; of one
+            format where both are given.
 
     The others, and what is done with them, as in `gemm1`, `gemm2` and `finalize`.
     """
@@ -88,9 +92,12 @@ def experts(
         assert rows.block_m == one.block_m
         assert rows.arrivals.numel() >= num_blocks + row_blocks + columns
     zero_experts = ends and config.num_zero_experts > 0
+    codes = takes_codes(coded[0], x_scales)
+    a = x_codes_TH if codes and x_codes_TH is not None else x_TH
     args = (
-        x_TH,
-        row_stride(x_TH),
+        a,
+        row_stride(a),
+        x_scales if codes else None,
         w13,
         w13_bias,
         w2,
@@ -109,6 +116,8 @@ def experts(
         shared_TH if fused or ends else None,
         row_blocks,
         rows.arrivals,
+        x_TH if zero_experts else None,
+        row_stride(x_TH) if zero_experts else 0,
         topk_ids_TK if zero_experts else None,
         topk_weights_TK if ends else None,
         rows.row_of_TK if ends else None,
@@ -162,6 +171,7 @@ def experts(
         "weight_on_input_ptr",
         "num_valid_ptr",
         "arrivals_ptr",
+        "a_scale_ptr",
         "ids_ptr",
         "weights_ptr",
         "row_of_ptr",
@@ -180,8 +190,9 @@ def experts(
     ],
 )
 def _experts(
-    x_ptr,
-    x_stride,
+    a_ptr,
+    a_stride,
+    a_scale_ptr,
     w13_ptr,
     w13_bias_ptr,
     w2_ptr,
@@ -200,6 +211,8 @@ def _experts(
     shared_ptr,
     row_blocks,
     arrivals_ptr,
+    x_ptr,
+    x_stride,
     ids_ptr,
     weights_ptr,
     row_of_ptr,
@@ -273,12 +286,12 @@ def _experts(
                 block = program // SHARED_COLUMNS1
                 row, end, out_end = shared_rows(block, T, num_valid_ptr, BLOCK_M)
                 rows_product(
-                    x_ptr, x_stride, None, None, shared_w13_ptr, None, 0, None, None, shared_h_ptr, row, end, out_end,
+                    a_ptr, a_stride, None, None, shared_w13_ptr, None, 0, None, None, shared_h_ptr, row, end, out_end,
                     program % SHARED_COLUMNS1 * BLOCK_N[0], K, S, H, SHARED_W13_STRIDES[0], SHARED_W13_STRIDES[1],
                     ACTIVATION, "gate_up", SHARED_CLAMP, CLAMP_AFTER, BLOCK_M, BLOCK_M, 0, BLOCK_N[0], BLOCK_K[0],
                     SWAP[0], ZEROS, "ieee", INTERPRET, STAGES[0],
-                    (shared_w13_scale_ptr, shared_w13_zero_ptr, shared_w13_global_ptr, shared_w13_input_ptr),
-                    SHARED_FORM1,
+                    (shared_w13_scale_ptr, shared_w13_zero_ptr, shared_w13_global_ptr, shared_w13_input_ptr,
+                     a_scale_ptr), SHARED_FORM1,
                 )  # fmt: skip
                 arrive(arrivals_ptr + block)
         if program >= routed1:
@@ -288,12 +301,12 @@ def _experts(
                 if w13_bias_ptr is not None:
                     w13_bias_ptr += expert * (I if ACTIVATION == "relu2" else 2 * I)
                 rows_product(
-                    x_ptr, x_stride, sorted_slot_ptr, weight_on_input_ptr,
+                    a_ptr, a_stride, sorted_slot_ptr, weight_on_input_ptr,
                     w13_ptr + expert.to(tl.int64) * W13_STRIDES[0], None, expert, w13_bias_ptr, None, h_ptr, row, end,
                     end, (program - routed1) % COLUMNS1 * BLOCK_N[0], K, I, H, W13_STRIDES[1], W13_STRIDES[2],
                     ACTIVATION, ORDER, CLAMP, CLAMP_AFTER, BLOCK_M, BLOCK_M, 0, BLOCK_N[0], BLOCK_K[0], SWAP[0],
                     False, "ieee", INTERPRET, STAGES[0],
-                    (w13_scale_ptr, w13_zero_ptr, w13_global_ptr, w13_input_ptr), FORM1,
+                    (w13_scale_ptr, w13_zero_ptr, w13_global_ptr, w13_input_ptr, a_scale_ptr), FORM1,
                 )  # fmt: skip
                 arrive(arrivals_ptr + row_blocks + block)
     elif program < sums:
@@ -308,7 +321,7 @@ def _experts(
                     shared_h_ptr, S, None, None, shared_w2_ptr, None, 0, None, gate_ptr, shared_ptr, row, end, out_end,
                     column, K, H, S, SHARED_W2_STRIDES[0], SHARED_W2_STRIDES[1], None, None, None, False, BLOCK_M,
                     BLOCK_M, 0, BLOCK_N2, BLOCK_K[1], SWAP[1], ZEROS, "ieee", INTERPRET, STAGES[1],
-                    (shared_w2_scale_ptr, shared_w2_zero_ptr, shared_w2_global_ptr, shared_w2_input_ptr),
+                    (shared_w2_scale_ptr, shared_w2_zero_ptr, shared_w2_global_ptr, shared_w2_input_ptr, None),
                     SHARED_FORM2,
                 )  # fmt: skip
         if block >= 0:
@@ -322,7 +335,7 @@ def _experts(
                     h_ptr, I, None, None, w2_ptr, None, expert, w2_bias_ptr, None, y_ptr, row, end, end, column, K, H,
                     I, W2_STRIDES[1], W2_STRIDES[2], None, None, None, False, BLOCK_M, BLOCK_M, 0, BLOCK_N2,
                     BLOCK_K[1], SWAP[1], False, "ieee", INTERPRET, STAGES[1],
-                    (w2_scale_ptr, w2_zero_ptr, w2_global_ptr, w2_input_ptr), FORM2,
+                    (w2_scale_ptr, w2_zero_ptr, w2_global_ptr, w2_input_ptr, None), FORM2,
                 )  # fmt: skip
             elif ZERO_TAIL:
                 store_zeros(y_ptr, row, end, column, H, BLOCK_M, BLOCK_N2)
@@ -335,7 +348,7 @@ def _experts(
         h_H = (column * BLOCK_N2 + tl.arange(0, BLOCK_N2))[None, :]
         sum_TH = sum_of_rows(
             tl.zeros([BLOCK_T, BLOCK_N2], tl.float32), t_T, t_T < T, h_H, y_ptr, ids_ptr, weights_ptr, row_of_ptr,
-            shared_ptr, x_ptr if ids_ptr is not None else None, x_stride, columns_ptr + column, blocks, H, K,
+            shared_ptr, x_ptr, x_stride, columns_ptr + column, blocks, H, K,
             WEIGHT_ON_INPUT, ROUTED_SCALE, SCALE, AT_ONCE, ".cg",
         )  # fmt: skip
         tl.store(out_ptr + t_T * H + h_H, sum_TH.to(out_ptr.dtype.element_ty), mask=(t_T < T) & (h_H < H))

@@ -23,6 +23,7 @@ from dsmoe_op.kernels.gemm2_persistent import gemm2_persistent, takes
 from dsmoe_op.kernels.launch import INTERPRET, launch, row_stride
 from dsmoe_op.kernels.operands import load_a, weight_rows
 from dsmoe_op.kernels.overlap import begin
+from dsmoe_op.kernels.quantize import takes_codes
 from dsmoe_op.tuning import Tile
 
 
@@ -42,6 +43,8 @@ def gemm1(
     num_valid_tokens: Tensor | None = None,
     coded: Coded = PLAIN,
     shared_coded: Coded = PLAIN,
+    x_codes_TH: Tensor | None = None,
+    x_scales: Tensor | None = None,
     allow_tf32: bool = False,
     warmup: bool = False,
 ) -> None:
@@ -60,18 +63,28 @@ def gemm1(
         num_valid_tokens: int32 [1], for the shared rows; the routed ones have none beyond it.
         coded, shared_coded: what belongs to w13 and to shared_w13 where they are quantised, contiguous as `as_bytes`
             leaves them.
+        x_codes_TH, x_scales: x as `quantize_rows` makes it, which weights multiply in place of x whose format quantises
+            rows so; others quantise what they read.
         allow_tf32: float32 products may be tf32.
     """
     if x_TH.shape[0] == 0:
         return
+
+    def rows_for(coded: Coded) -> tuple[Tensor, Tensor | None]:
+        if x_codes_TH is not None and takes_codes(coded, x_scales):
+            return x_codes_TH, x_scales
+        return x_TH, None
+
     routed = shared = None
     if w13 is not None:
         assert h_NI is not None
         weight_on_input = topk_weights_TK if config.apply_router_weight_on_input else None
-        routed = _Part(x_TH, w13, h_NI, w13_bias, blocks, sorted_slot_N, weight_on_input, coded=coded)
+        a, a_scale = rows_for(coded)
+        routed = _Part(a, w13, h_NI, w13_bias, blocks, sorted_slot_N, weight_on_input, coded=coded, a_scale=a_scale)
     if shared_w13 is not None:
         assert h_shared_TS is not None
-        shared = _Part(x_TH, shared_w13, h_shared_TS, coded=shared_coded)
+        a, a_scale = rows_for(shared_coded)
+        shared = _Part(a, shared_w13, h_shared_TS, coded=shared_coded, a_scale=a_scale)
     activation = {
         "ACTIVATION": config.activation,
         "ORDER": config.w13_order,
@@ -187,6 +200,7 @@ class _Part(NamedTuple):
     weight_on_input: Tensor | None = None
     gate: Tensor | None = None
     coded: Coded = PLAIN
+    a_scale: Tensor | None = None
 
 
 _ABSENT = _Part(None, None, None)  # type: ignore[arg-type]
@@ -239,7 +253,9 @@ def _grouped(
         s.out.shape[0] if shared else 0,
         routed_programs,
         *r.coded[:4],
+        r.a_scale,
         *s.coded[:4],
+        s.a_scale,
     )
     meta = {
         "K": K,
@@ -369,10 +385,8 @@ def _products(
 
 
 @triton.jit
-def _rows_of(
-    rows_M, end, other, a_ptr, a_stride, sorted_slot_ptr, weight_on_input_ptr, K: tl.constexpr,
-):  # fmt: skip
-    """Where the rows of a begin, which are before `end`, and the weights of their slots; row `other` for the rest."""
+def _rows_of(rows_M, end, other, sorted_slot_ptr, weight_on_input_ptr, K: tl.constexpr):
+    """int64 rows of a for those before `end`, row `other` for the rest; which those are; the weights of their slots."""
     in_M = rows_M < end
     read_M = tl.where(in_M, rows_M, other)
     weight_M = 1.0
@@ -381,7 +395,7 @@ def _rows_of(
         read_M = slots_M // K
         if weight_on_input_ptr is not None:
             weight_M = tl.load(weight_on_input_ptr + slots_M)
-    return a_ptr + read_M.to(tl.int64) * a_stride, in_M, weight_M
+    return read_M.to(tl.int64), in_M, weight_M
 
 
 @triton.jit
@@ -445,13 +459,13 @@ def rows_product(
     else:
         GATED: tl.constexpr = ACTIVATION is not None and ACTIVATION != "relu2"
         rows_M = row + tl.arange(0, BLOCK_M)
-        a_rows_M, in_M, weight_M = _rows_of(rows_M, end, row, a_ptr, a_stride, sorted_slot_ptr, weight_on_input_ptr, K)
+        read_M, in_M, weight_M = _rows_of(rows_M, end, row, sorted_slot_ptr, weight_on_input_ptr, K)
+        a_rows_M = a_ptr + read_M * a_stride
         rows_T = row + BLOCK_M + tl.arange(0, TAIL if TAIL > 0 else 1)
         a_rows_T, in_T, weight_T = a_rows_M, in_M, weight_M
         if TAIL > 0:
-            a_rows_T, in_T, weight_T = _rows_of(
-                rows_T, end, row, a_ptr, a_stride, sorted_slot_ptr, weight_on_input_ptr, K
-            )
+            read_T, in_T, weight_T = _rows_of(rows_T, end, row, sorted_slot_ptr, weight_on_input_ptr, K)
+            a_rows_T = a_ptr + read_T * a_stride
         if FORM is None:
             sum, tail = _products(
                 a_rows_M, in_M, weight_M, a_rows_T, in_T, weight_T, w_ptr, w_desc, expert, column, COLUMNS, INNER,
@@ -460,9 +474,8 @@ def rows_product(
             )  # fmt: skip
         else:
             sum = coded_products(
-                a_rows_M, in_M, weight_M, w_ptr, scale_ptrs[0], scale_ptrs[1], scale_ptrs[2], scale_ptrs[3], expert,
-                column, COLUMNS, INNER, STRIDE_ROW, GATED, weight_on_input_ptr is not None, BLOCK_M, BLOCK_N, BLOCK_K,
-                SWAP, PRECISION, FORM, INTERPRET, STAGES,
+                a_rows_M, in_M, weight_M, w_ptr, scale_ptrs, read_M, expert, column, COLUMNS, INNER, STRIDE_ROW, GATED,
+                weight_on_input_ptr is not None, BLOCK_M, BLOCK_N, BLOCK_K, SWAP, PRECISION, FORM, INTERPRET, STAGES,
             )  # fmt: skip
         out_MN = ended(sum, bias_ptr, column, COLUMNS, ACTIVATION, ORDER, CLAMP, CLAMP_AFTER, BLOCK_N, SWAP)
         store(out_MN, out_ptr, gate_ptr, rows_M, in_M, out_end, column, COLUMNS, ZEROS)
@@ -500,9 +513,11 @@ def shared_rows(block, T, num_valid_ptr, BLOCK_M: tl.constexpr):
         "zero_ptr",
         "global_ptr",
         "input_ptr",
+        "a_scale_ptr",
         "shared_zero_ptr",
         "shared_global_ptr",
         "shared_input_ptr",
+        "shared_a_scale_ptr",
     ],
 )
 def _grouped_gemm(
@@ -529,10 +544,12 @@ def _grouped_gemm(
     zero_ptr,
     global_ptr,
     input_ptr,
+    a_scale_ptr,
     shared_scale_ptr,
     shared_zero_ptr,
     shared_global_ptr,
     shared_input_ptr,
+    shared_a_scale_ptr,
     K: tl.constexpr,
     COLUMNS: tl.constexpr,
     INNER: tl.constexpr,
@@ -575,7 +592,7 @@ def _grouped_gemm(
                     a_ptr, a_stride, sorted_slot_ptr, weight_on_input_ptr, w_ptr, w_desc, expert, bias_ptr, None,
                     out_ptr, row, end, end, column, K, COLUMNS, INNER, STRIDES[1], STRIDES[2], ACTIVATION, ORDER, CLAMP,
                     CLAMP_AFTER, BLOCK_M, LEAST_M, TAIL, BLOCK_N, BLOCK_K, SWAP, False, PRECISION, INTERPRET, None,
-                    (scale_ptr, zero_ptr, global_ptr, input_ptr), FORM,
+                    (scale_ptr, zero_ptr, global_ptr, input_ptr, a_scale_ptr), FORM,
                 )  # fmt: skip
             elif ZERO_TAIL:
                 store_zeros(out_ptr, row, end, column, COLUMNS, BLOCK_M, BLOCK_N)
@@ -589,5 +606,6 @@ def _grouped_gemm(
                 shared_out_ptr, row, end, out_end, column, K, SHARED_COLUMNS, SHARED_INNER, SHARED_STRIDES[0],
                 SHARED_STRIDES[1], ACTIVATION, "gate_up", SHARED_CLAMP, CLAMP_AFTER, BLOCK_M, LEAST_M, 0, BLOCK_N,
                 BLOCK_K, SWAP, num_valid_ptr is not None, PRECISION, INTERPRET, None,
-                (shared_scale_ptr, shared_zero_ptr, shared_global_ptr, shared_input_ptr), SHARED_FORM,
+                (shared_scale_ptr, shared_zero_ptr, shared_global_ptr, shared_input_ptr, shared_a_scale_ptr),
+                SHARED_FORM,
             )  # fmt: skip

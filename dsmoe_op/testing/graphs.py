@@ -248,7 +248,10 @@ def _why_not_captured(error: Exception) -> str:
             "as with side.wait_stream(torch.cuda.current_stream())."
         )
     else:
-        advice = "Nothing in it may wait for the GPU, read a result on the CPU, or use the default stream."
+        advice = (
+            "Nothing in it may wait for the GPU, read a result on the CPU, or use the default stream or one that was "
+            "not forked from the stream that it is called on, as with side.wait_stream(torch.cuda.current_stream())."
+        )
     return f"{text}\n{advice}"
 
 

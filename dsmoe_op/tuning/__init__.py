@@ -55,6 +55,7 @@ class Routed(NamedTuple):
 
 
 _FEW_ROWS = (Tile(16, 32, 128, 4, 4, swap=True), Tile(16, 64, 128, 4, 4, swap=True))
+_FEW_ROWS_OF_4_BITS = (Tile(16, 32, 256, 4, 4, swap=True), Tile(16, 64, 256, 4, 3, swap=True))
 _MANY_ROWS = (Tile(64, 64, 128, 8, 3, swap=True, least_m=16), Tile(64, 128, 128, 8, 3, swap=True, least_m=16))
 """GEMM 1 and GEMM 2 of quantised weights."""
 
@@ -88,7 +89,8 @@ _ROUTED: dict[str, tuple[Routed, ...]] = {
     ),
     # Quantised weights: their numbers are made in registers, from where the matrix unit takes its longer side. A step
     # of fp8 is the 128 columns that share a scale.
-    **dict.fromkeys(("fp8", "4bit"), (Routed(16, ALL, *_FEW_ROWS), Routed(ALL, ALL, *_MANY_ROWS))),
+    "fp8": (Routed(16, ALL, *_FEW_ROWS), Routed(ALL, ALL, *_MANY_ROWS)),
+    "4bit": (Routed(16, ALL, *_FEW_ROWS_OF_4_BITS), Routed(ALL, ALL, *_MANY_ROWS)),
     "fp32_4bit": (Routed(ALL, ALL, Tile(16, 32, 64, 4, 3), Tile(16, 64, 64, 4, 3)),),
 }
 
@@ -111,8 +113,8 @@ _SHARED: dict[tuple[str, str], tuple[tuple[float, tuple[Tile, ...]], ...]] = {
     ("gemm2", "fp32"): ((24, (Tile(16, 64, 32, 4, 3),)), (ALL, (Tile(64, 64, 32, 8, 3),))),
     ("gemm1", "fp8"): ((16, (_FEW_ROWS[0],)), (ALL, (_MANY_ROWS[0],))),
     ("gemm2", "fp8"): ((16, (_FEW_ROWS[1],)), (ALL, (_MANY_ROWS[1],))),
-    ("gemm1", "4bit"): ((16, (Tile(16, 16, 128, 4, 4, swap=True),)), (ALL, (_MANY_ROWS[0],))),
-    ("gemm2", "4bit"): ((16, (Tile(16, 32, 128, 4, 4, swap=True),)), (ALL, (_MANY_ROWS[1],))),
+    ("gemm1", "4bit"): ((16, (_FEW_ROWS_OF_4_BITS[0],)), (ALL, (_MANY_ROWS[0],))),
+    ("gemm2", "4bit"): ((16, (_FEW_ROWS_OF_4_BITS[1],)), (ALL, (_MANY_ROWS[1],))),
     ("gemm1", "fp32_4bit"): ((ALL, (Tile(16, 32, 64, 4, 3),)),),
     ("gemm2", "fp32_4bit"): ((ALL, (Tile(16, 64, 64, 4, 3),)),),
 }
