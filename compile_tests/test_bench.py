@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from dsmoe_op import formats
+from dsmoe_op.cli import arguments as types
 from dsmoe_op.cli import bench, cell, main, parts, peers, plain, problem, shapes, timing
 from dsmoe_op.cli.cell import Cell, Row
 from dsmoe_op.cli.profiling import Work
@@ -57,6 +58,7 @@ def test_a_shape_is_a_name_or_numbers() -> None:
 def test_a_rank_of_tensor_parallelism_divides_the_widths_alone() -> None:
     assert parse_shape("dsv3_tp8").numbers == "7168/256/256/8/256"
     assert parse_shape("qwen35_35b_tp2").numbers == "2048/256/256/8/256"
+    assert parse_shape("kimi_k2_tp8").numbers == "7168/256/384/8/256"
     assert parse_shape("dsv3_tp8").config == parse_shape("dsv3").config
 
 
@@ -73,6 +75,10 @@ def test_what_is_no_shape_is_refused_with_what_is_accepted(text: str, capsys: py
     assert exit.value.code == 2
     assert "--shape: expected" in error
     assert f"got {text!r}" in error
+
+
+def quantised(name: str, format: str) -> shapes.Shape:
+    return shapes.quantised(parse_shape(name), types.formats(format))
 
 
 # --- floor ----------------------------------------------------------------------------------------------------------
@@ -104,11 +110,13 @@ def test_from_1024_tokens_rows_beyond_the_cache_are_written_and_read(T: int, cou
 
 
 def test_the_floor_of_quantised_weights_is_of_their_bytes_and_their_scales() -> None:
-    """Eight 4-bit numbers in four bytes, and a float32 scale for each 32."""
-    shape = shapes.quantised(parse_shape("64/32/16/4/48"), "int4")
-    assert problem.Problem(shape, "bf16", CPU, seed=5).weight_bytes == 0.5 + 4 / 32
-    us = shapes.floor_us(shape, 2, 5.5, 2, 4e12, 736e12, 50e6, weight_bytes=0.625)
-    moved = 0.625 * 3 * 64 * (5.5 * 32 + 48) + 2 * (16 * 64 + 2 * 2 * 64)
+    """Eight 4-bit numbers in four bytes, and a bf16 scale for each 32, or for the last 16 of the shared expert's 48."""
+    both = 0.5 + 2 / 32, 0.5 + (2 * 96 * 2 + 64 * 2 * 2) / (3 * 64 * 48)
+    for format, expected in (("int4", both), ("int4+none", (both[0], 2)), ("none+int4", (2, both[1]))):
+        made = problem.Problem(quantised(TINY, format), "bf16", CPU, seed=5)
+        assert (made.routed_bytes, made.shared_bytes) == expected
+    us = shapes.floor_us(made.shape, 2, 5.5, 2, 4e12, 736e12, 50e6, routed_bytes=0.625, shared_bytes=2)
+    moved = 3 * 64 * (0.625 * 5.5 * 32 + 2 * 48) + 2 * (16 * 64 + 2 * 2 * 64)
     assert us == pytest.approx(moved / 4e6, rel=1e-9)
 
 
@@ -134,7 +142,7 @@ def test_the_plain_layer_and_the_op_are_the_reference_with_each_shapes_router(na
 
 @pytest.mark.parametrize("format", formats.FORMATS)
 def test_the_op_has_quantised_weights_and_the_others_what_they_stand_for(format: Any) -> None:
-    shape = shapes.quantised(parse_shape(TINY), format)
+    shape = quantised(TINY, format)
     assert shape.name == f"{TINY} {format}"
     made = problem.Problem(shape, "fp32", CPU, seed=5)
     assert made.tensors(made.at(1))["w13"].dtype in formats.FORMATS[format].dtypes
@@ -206,6 +214,33 @@ def test_a_format_is_in_the_shapes_name_and_config(capsys: pytest.CaptureFixture
     assert {row["shape"] for row in result["rows"]} == {f"{TINY} mxfp4"}
     assert {row["status"] for row in result["rows"]} == {"ok"}
     assert '"routed_format":"mxfp4"' in result["shapes"][f"{TINY} mxfp4"]["config"]
+
+
+@pytest.mark.parametrize(
+    ("format", "limit", "quantised", "plain"),
+    [
+        ("int4+none", problem.ERROR_LIMITS["bf16"], '"routed_format":"int4"', "shared_format"),
+        ("none+fp8_block", problem.ROWS_LIMITS[1], '"shared_format":"fp8_block"', "routed_format"),
+    ],
+)
+def test_routed_and_shared_experts_may_have_a_format_each(
+    format: str, limit: float, quantised: str, plain: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert _bench("--format", format, "--against", "eager", "--json") == 0
+    result = json.loads(capsys.readouterr().out)
+    for row in result["rows"]:
+        assert (row["shape"], row["status"]) == (f"{TINY} {format}", "ok")
+        assert row["error"] < limit
+    config = result["shapes"][f"{TINY} {format}"]["config"]
+    assert quantised in config
+    assert plain not in config
+
+
+def test_a_format_of_the_shared_expert_alone_decides_how_far_rows_may_be_off() -> None:
+    for format, rounds in (("int4+fp8_channel", True), ("fp8_tensor+none", True), ("int4+none", False)):
+        made = problem.Problem(quantised(TINY, format), "bf16", CPU, seed=5)
+        assert made.rounds_rows == rounds
+    assert not problem.Problem(quantised("64/32/16/4/0", "int4+fp8_channel"), "bf16", CPU, seed=5).rounds_rows
 
 
 def test_a_format_that_the_op_does_not_take_ends_with_2(
@@ -408,6 +443,11 @@ def test_kernels_that_do_not_repeat_are_added_by_name() -> None:
         (["--seconds", "x"], "--seconds", "0..3600"),
         (["--device", "cuda"], "--device", "cpu"),
         (["--csv", "/no/such/folder/x.csv"], "--csv", "no folder"),
+        (["--format", "fp4"], "--format", "or ROUTED+SHARED"),
+        (["--format", "none"], "--format", "or ROUTED+SHARED"),
+        (["--format", "int4+none+none"], "--format", "or ROUTED+SHARED"),
+        (["--format", "none+int4", "--shape", "64/32/16/4/0"], "--format", "a format of the routed experts"),
+        (["--format", "int4+none", "--schedule", "fused", "--shape", "64/32/16/4/64"], "--schedule", "in one format"),
     ],
 )
 def test_bad_arguments_end_with_2_and_are_named(

@@ -84,6 +84,7 @@ def test_the_package_runs_as_a_module() -> None:
         ("run --dtype int8", "--dtype", "bf16"),
         ("run --device cuda", "--device", "cpu"),
         ("run --format fp4", "--format", "mxfp4"),
+        ("run --format none+none", "--format", "or ROUTED+SHARED"),
         ("run --family gpt2", "--family", "deepseek_v3"),
         ("run --schedule both", "--schedule", "dual_shared_main"),
         ("run --cuda-graph-bs 1,two", "--cuda-graph-bs", "1..512 separated by commas"),
@@ -183,13 +184,13 @@ def test_a_model_that_computes_something_else_is_a_mismatch(
     assert not any(row["agrees"] for row in result["patched"])
 
 
-@pytest.mark.parametrize("format", formats.FORMATS)
+@pytest.mark.parametrize("format", [*formats.FORMATS, "int4+none", "none+mxfp4", "nvfp4+fp8_tensor"])
 def test_quantised_weights_give_the_tokens_of_what_they_stand_for(format: str, run_json: Any) -> None:
     code, result = run_json("--format", format, "--requests", "2")
     (row,) = result["patched"]
     assert code == 0
     assert result["format"] == format
-    if format.startswith("fp8"):  # the experts' rows are quantised too
+    if "fp8" in format:  # the experts' rows are quantised too
         assert "rows too" in result["criterion"]
         assert 0.3 * result["noise"] < row["logits_error"]
     else:

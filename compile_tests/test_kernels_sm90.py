@@ -23,6 +23,7 @@ from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.runtime.driver import driver  # noqa: E402
 
 from dsmoe_op import formats, kernels, tuning  # noqa: E402
+from dsmoe_op.cli import arguments, candidates, compiling, shapes  # noqa: E402
 from dsmoe_op.config import MoEConfig  # noqa: E402
 from dsmoe_op.kernels import gemm2_persistent  # noqa: E402
 from dsmoe_op.kernels import launch as launch_module  # noqa: E402
@@ -356,6 +357,33 @@ def test_quantised_products_use_the_matrix_units_and_fit(compiled, tmp_path, nam
             assert matrix_instructions(kernel) == {"wgmma e4m3" if kind == "fp8" else f"{unit} bf16"}
         assert kernel.metadata.shared <= SHARED_MEMORY
         assert stack_bytes(kernel, tmp_path) == 0, kernel.metadata
+
+
+@pytest.mark.parametrize(("name", "format"), [("kimi_k2_tp8", "int4+none"), ("dsv3_tp8", "fp8_block")])
+def test_candidates_for_quantised_products_use_the_matrix_units_and_fit(compiled, tmp_path, name, format):
+    shape = shapes.quantised(shapes.parse_shape(name), arguments.formats(format))
+    kind, _, _ = candidates.layer_shape(shape).kind.partition("+")
+    tiles = {
+        (kernel, tile)
+        for T in (32, 1024)  # few tokens' and many
+        for kernel, some in candidates.tiles(shape, T).items()
+        for tile in some
+        if kernel in ("gemm1", "gemm2")
+    }
+    for kernel in ("gemm1", "gemm2"):
+        listed = candidates._FEW_ROWS[kind, kernel] + candidates._MANY_ROWS[kind, kernel]
+        assert {(kernel, tile) for tile in listed} <= tiles
+
+    def launch() -> None:
+        for kernel, tile in sorted(tiles):
+            compiling.warm_up(compiling.Job(shape, kernel, tile))
+
+    kernels.compile_together(launch)
+    assert len(compiled) == len(tiles)
+    for kernel in compiled:
+        unit = "wgmma" if least_side(kernel) >= 64 else "mma"
+        assert matrix_instructions(kernel) == {"wgmma e4m3" if kind == "fp8" else f"{unit} bf16"}
+    check_resources(compiled, tmp_path)
 
 
 def gemm_tiles() -> Iterator[tuple[str, str, Tile]]:

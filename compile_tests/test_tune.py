@@ -14,12 +14,13 @@ from typing import Any
 import pytest
 import torch
 
-from dsmoe_op import tuning
-from dsmoe_op.cli import candidates, compiling, main, tune
+from dsmoe_op import formats, tuning
+from dsmoe_op.cli import arguments, candidates, compiling, main, shapes, tune
 from dsmoe_op.cli.compiling import Compiler, Job, OutOfTime, Target
+from dsmoe_op.cli.problem import Problem
 from dsmoe_op.cli.shapes import parse_shape
-from dsmoe_op.tuning import Choice, LayerTiles, Tile, load_table
-from dsmoe_op.tuning.tables import BUCKETS, bucket
+from dsmoe_op.tuning import Choice, LayerTiles, Table, Tile, load_table
+from dsmoe_op.tuning.tables import BUCKETS, GEMMS, Row, bucket
 
 TINY, OTHER, PLAIN = "64/32/16/4/64", "96/32/16/4/48", "64/32/16/4/0"
 GPU = "Some GPU"
@@ -101,6 +102,11 @@ def test_a_machine_without_a_gpu_is_told_so(monkeypatch: pytest.MonkeyPatch, cap
         (["--tokens", "0"], "expected integers in 1.."),
         (["--minutes", "0"], "--minutes: expected a number above 0, up to 1440, got '0'"),
         (["--shape", "64/40/16/4/64"], "--shape: expected multiples of 16, got I=40"),
+        (["--format", "int5"], "--format: expected one of fp8_block, "),
+        (
+            ["--format", "none+int4", "--shape", PLAIN],
+            "--format: expected a format of the routed experts, since 64/32/",
+        ),
     ],
 )
 def test_bad_arguments_are_refused(gpu: Any, given: list[str], message: str, capsys: pytest.CaptureFixture) -> None:
@@ -127,6 +133,25 @@ def test_a_table_of_all_cells_is_written_and_can_be_used(gpu: Any, tmp_path, cap
             assert row.us["layer"] <= row.heuristic_us["layer"]
             assert row.us.keys() == {"layer", "gemm1", "gemm2", *(("shared_gemm1", "shared_gemm2") if shape.S else ())}
     assert gpu["compiler"].closed
+
+
+@pytest.mark.parametrize(
+    ("format", "kind", "kind_without_shared"),
+    [("fp8_channel", "fp8", "fp8"), ("int4+none", "4bit+16bit", "4bit")],
+)
+def test_layers_with_quantised_weights_are_rows_of_their_kind(
+    format: str, kind: str, kind_without_shared: str, gpu: Any, tmp_path, capsys: pytest.CaptureFixture
+) -> None:
+    path = tmp_path / "t.json"
+    given = ("--shape", f"{TINY},{PLAIN}", "--tokens", "1,40,5000", "--out", str(path))
+    assert run(*given, "--format", format, "--json") == 0
+    rows = json.loads(capsys.readouterr().out)["rows"]
+    assert {row["shape"] for row in rows} == {f"{TINY} {format}", f"{PLAIN} {format}"}
+    assert run(*given, "--resume") == 0  # bf16 beside them
+    table = load_table(path)
+    kinds = {(shape.kind, shape.S): most for shape, most in table.rows}
+    assert kinds.keys() == {(kind, 64), (kind_without_shared, 0), ("16bit", 64), ("16bit", 0)}
+    assert len(table.rows) == 12
 
 
 def test_without_json_a_report_names_each_cell(gpu: Any, tmp_path, capsys: pytest.CaptureFixture) -> None:
@@ -212,9 +237,17 @@ def test_while_one_shapes_layers_are_timed_the_next_ones_products_compile(gpu: A
 # --- candidates -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["dsv3_tp8", "qwen3next", "llama4_scout", PLAIN])
-def test_the_heuristics_is_the_first_of_every_launchs_tiles_and_has_a_partner(name: str) -> None:
+def shape_of(name: str, format: str | None) -> shapes.Shape:
     shape = parse_shape(name)
+    return shape if format is None else shapes.quantised(shape, arguments.formats(format))
+
+
+@pytest.mark.parametrize("format", [None, "int4", "int4+none", "fp8_block", "none+mxfp4", "nvfp4+fp8_tensor"])
+@pytest.mark.parametrize("name", ["dsv3_tp8", "qwen3next", "llama4_scout", PLAIN])
+def test_the_heuristics_is_the_first_of_every_launchs_tiles_and_has_a_partner(name: str, format: str | None) -> None:
+    if (name, format) == (PLAIN, "none+mxfp4"):
+        return  # nothing of it is quantised
+    shape = shape_of(name, format)
     for T in (*tune.TOKENS, 3, 100):
         tiles, first = candidates.tiles(shape, T), candidates.heuristic(shape, T)
         assert candidates.choices(shape, T, first.tiles)[0] == first
@@ -225,8 +258,27 @@ def test_the_heuristics_is_the_first_of_every_launchs_tiles_and_has_a_partner(na
         assert {t.block_m for t in tiles["gemm1"]} & {t.block_m for t in tiles["gemm2"]}
 
 
-def test_fused_is_timed_only_where_the_widths_allow_it() -> None:
+@pytest.mark.parametrize("format", ["int4+none", "none+fp8_block", "fp8_channel", "nvfp4+fp8_block"])
+def test_candidates_are_such_as_tables_take(format: str, tmp_path) -> None:
+    shape = shape_of("kimi_k2_tp8", format)
+    key = candidates.layer_shape(shape)
+    for n in range(36):  # each table has the nth tiles, and each tile of gemm2 has its turn beside one of its height
+        rows = {}
+        for T in tune.TOKENS:
+            tiles = candidates.tiles(shape, T)
+            gemm2, shared1, shared2 = (tiles[name][n % len(tiles[name])] for name in GEMMS[1:])
+            partners = [tile for tile in tiles["gemm1"] if (tile.block_m, tile.tail) == (gemm2.block_m, gemm2.tail)]
+            best = LayerTiles(partners[n // 6 % len(partners)], gemm2, shared1, shared2, overlaps=False)
+            choices = candidates.choices(shape, T, best)
+            rows[key, bucket(T)] = Row(T, choices[-1 - n % (len(choices) - 1)], {}, {}, {})
+        tuning.save_table(Table(gpu=GPU, rows=rows), tmp_path / "t.json")
+        assert load_table(tmp_path / "t.json").rows == rows
+
+
+def test_fused_is_timed_only_where_widths_and_formats_allow_it() -> None:
     assert "fused" in candidates.schedules(parse_shape("v2lite"))
+    assert "fused" in candidates.schedules(shape_of("v2lite", "int4"))
+    assert "fused" not in candidates.schedules(shape_of("v2lite", "int4+none"))
     assert "fused" not in candidates.schedules(parse_shape("64/48/16/4/64"))
     assert candidates.schedules(parse_shape(PLAIN)) == ("serial",)
 
@@ -318,6 +370,21 @@ def test_each_candidate_is_held_against_the_heuristics_in_the_interpreter(reques
 
 
 def test_a_job_is_compiled_on_tensors_without_memory() -> None:
-    layer = compiling._without_memory(parse_shape("qwen3next"))
+    pytest.importorskip("triton", reason="no triton")
+    shape = parse_shape("qwen3next")
+    layer = compiling._without_memory(shape, compiling.dims_of(shape, 4))
     assert all(t.device.type == "meta" for t in layer if t is not None)
     assert layer.shared_gate is not None
+
+
+@pytest.mark.parametrize("format", [*formats.FORMATS, "int4+none", "none+fp8_block"])
+def test_a_job_is_compiled_for_the_tensors_that_are_timed(format: str) -> None:
+    """Or what is compiled ahead would be compiled again."""
+    pytest.importorskip("triton", reason="no triton")
+    shape = shape_of("96/48/12/3/32", format)
+    dims = compiling.dims_of(shape, 4)
+    problem = Problem(shape, "bf16", torch.device("cpu"), seed=5)
+    real = compiling.layer_of(problem.draw(4), problem.tensors(problem.at(1)), dims)
+    for name, timed, ahead in zip(real._fields, real, compiling._without_memory(shape, dims), strict=True):
+        found = [None if t is None else (t.dtype, t.shape, t.stride()) for t in (timed, ahead)]
+        assert found[0] == found[1], name

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import pathlib
 import random
+import re
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
+import torch
 
-from dsmoe_op import tuning
+from dsmoe_op import formats, tuning
 from dsmoe_op.tuning import Choice, LayerShape, LayerTiles, Table, Tile, load_table, save_table, tables, use_table
 from dsmoe_op.tuning.tables import BUCKETS, Row, bucket
 
@@ -28,11 +31,13 @@ def _no_table() -> Iterator[None]:
     use_table(None)
 
 
-def random_tile(blocks: tuple[int, int] | None = None) -> Tile:
-    """Of this block_m and tail."""
-    m, tail = blocks or (2 ** random.randint(3, 7), random.choice((0, 4)))
+def random_tile(kind: str, blocks: tuple[int, int] | None = None) -> Tile:
+    """Of this block_m and tail, for a product of this kind."""
+    quantised = kind in ("fp8", "4bit")
+    m, tail = blocks or (2 ** random.randint(3, 7), 0 if quantised else random.choice((0, 4)))
     flags = {name: random.random() < 0.5 for name in ("swap", "tma")}
-    numbers = 2 ** random.randint(4, 8), 2 ** random.randint(4, 8), random.choice((4, 8)), random.randint(2, 6)
+    k = 128 if kind == "fp8" else 2 ** random.randint(5 if quantised else 4, 8)
+    numbers = 2 ** random.randint(4, 8), k, random.choice((4, 8)), random.randint(2, 6)
     least = random.choice((0, min(16, m)))
     return Tile(
         m, *numbers, **flags, persistent=m == 128 and not tail and random.random() < 0.5, least_m=least, tail=tail
@@ -40,12 +45,15 @@ def random_tile(blocks: tuple[int, int] | None = None) -> Tile:
 
 
 def random_row(shape: LayerShape, most: float) -> Row:
-    gemm1 = random_tile()
-    shared = (random_tile(), random_tile()) if shape.S else (gemm1, gemm1)
-    gemm2 = random_tile((gemm1.block_m, gemm1.tail))
+    routed_kind, _, shared_kind = shape.kind.partition("+")
+    gemm1 = random_tile(routed_kind)
+    shared = (random_tile(shared_kind or routed_kind), random_tile(shared_kind or routed_kind))
+    gemm2 = random_tile(routed_kind, (gemm1.block_m, gemm1.tail))
+    shared = shared if shape.S else (gemm1, gemm1)
     one_launch = tuning.one_launch(shape.kind, most, gemm1, gemm2)
     tiles = LayerTiles(gemm1, gemm2, *shared, overlaps=random.random() < 0.5, one_launch=one_launch)
-    choice = Choice(tiles, random.choice(SCHEDULES) if shape.S else "serial")
+    schedules = SCHEDULES[:3] if shared_kind else SCHEDULES
+    choice = Choice(tiles, random.choice(schedules) if shape.S else "serial")
     us = {name: round(random.uniform(1, 99), 2) for name in tables.PARTS}
     return Row(int(min(most, 9999)), choice, us, {**us, "layer": 100.0}, {choice.schedule: us["layer"]})
 
@@ -116,7 +124,7 @@ def test_only_a_table_can_be_used() -> None:
 
 
 @pytest.mark.parametrize("most", [(), (1, 16), BUCKETS])
-@pytest.mark.parametrize("kind", ["16bit", "tf32", "fp32"])
+@pytest.mark.parametrize("kind", ["16bit", "tf32", "fp32", "fp8", "4bit+16bit"])
 def test_what_is_compiled_ahead_covers_all_that_can_be_chosen(kind: str, most: tuple[float, ...]) -> None:
     shape = SHAPE._replace(kind=kind)
     given = (random_table(shape, most=most[::2]), random_table(shape, most=most))
@@ -137,11 +145,19 @@ def test_a_shape_with_all_buckets_compiles_nothing_but_its_rows() -> None:
     assert set(tuning.layer_choices(SHAPE, (table,))) == {row.choice for row in table.rows.values()}
 
 
+def test_tables_know_every_kind_that_a_layer_can_have() -> None:
+    names = (None, *formats.FORMATS)
+    dtypes = ((torch.bfloat16, False), (torch.float16, False), (torch.float32, False), (torch.float32, True))
+    found = {tuning.layer_kind(*of, *pair) for of in dtypes for pair in itertools.product(names, repeat=2)}
+    assert found == tables.KINDS
+
+
 # --- files ----------------------------------------------------------------------------------------------------------
 
 
 def test_a_table_survives_the_way_through_a_file(tmp_path) -> None:
-    table = random_table(SHAPE, PLAIN, SHAPE._replace(kind="fp32", H=48))
+    kinds = ("fp32", "fp8", "4bit", "4bit+16bit", "16bit+fp8")
+    table = random_table(SHAPE, PLAIN, *(SHAPE._replace(kind=kind, H=48) for kind in kinds))
     save_table(table, tmp_path / "t.json")
     again = load_table(tmp_path / "t.json")
     assert (again.gpu, again.rows, again.made_with) == (table.gpu, table.rows, table.made_with)
@@ -187,7 +203,13 @@ def _row(shape: LayerShape) -> Row:
         ("gpu", 3, "gpu: expected text, got 3"),
         ("shapes", {}, r"shapes: expected a list, got \{\}"),
         ("more", 1, "more: expected no field but gpu, shapes, made_with"),
-        ("shapes.1.kind", "fp8", r"shapes\[1\].kind: expected one of 16bit, tf32, fp32, got \"fp8\""),
+        ("shapes.1.kind", "int4", r"shapes\[1\].kind: expected one of 16bit, .*, fp32_4bit, or two .*, got \"int4\""),
+        (
+            "shapes.1.kind",
+            "4bit+fp32",
+            r"shapes\[1\].kind: expected .* or two of them that one dtype has, joined by \+",
+        ),
+        ("shapes.1.kind", ["4bit"], r"shapes\[1\].kind: expected one of 16bit, "),
         ("shapes.1.H", 0, r"shapes\[1\].H: expected an integer of at least 1, got 0"),
         ("shapes.1.E", "8", r"shapes\[1\].E: expected an integer of at least 1, got \"8\""),
         ("shapes.1.rows.0.up_to", 5, r"rows\[0\].up_to: expected one of 1, 4, .*, null, got 5"),
@@ -231,6 +253,52 @@ def test_fused_is_refused_where_widths_forbid_it(tmp_path) -> None:
         load_table(tmp_path / "t.json")
 
 
+@pytest.mark.parametrize(
+    ("kind", "name", "field", "value", "message"),
+    [
+        ("fp8", "gemm1", "block_k", 64, "gemm1.block_k: expected 128, since weights are fp8, got 64"),
+        ("fp8+16bit", "gemm2", "block_k", 256, "gemm2.block_k: expected 128, since weights are fp8, got 256"),
+        (
+            "16bit+fp8",
+            "shared_gemm2",
+            "block_k",
+            64,
+            "shared_gemm2.block_k: expected 128, since weights are fp8, got 64",
+        ),
+        ("4bit", "gemm2", "block_k", 16, "gemm2.block_k: expected at least 32, since weights are 4bit, got 16"),
+        (
+            "fp32_4bit",
+            "gemm1",
+            "block_k",
+            16,
+            "gemm1.block_k: expected at least 32, since weights are fp32_4bit, got 16",
+        ),
+        ("4bit+16bit", "gemm1", "tail", 8, "gemm1.tail: expected 0, since weights are 4bit, got 8"),
+    ],
+)
+def test_tiles_that_products_with_quantised_weights_do_not_take_are_refused(
+    tmp_path, kind: str, name: str, field: str, value: int, message: str
+) -> None:
+    table = broken("shapes.1.kind", kind)
+    (tmp_path / "t.json").write_text(json.dumps(table))
+    load_table(tmp_path / "t.json")
+    table["shapes"][1]["rows"][0][name][field] = value
+    (tmp_path / "t.json").write_text(json.dumps(table))
+    with pytest.raises(ValueError, match=re.escape(message)):
+        load_table(tmp_path / "t.json")
+
+
+def test_a_layer_of_two_kinds_is_not_fused(tmp_path) -> None:
+    table = broken("shapes.1.rows.0.schedule", "fused")
+    table["shapes"][1]["kind"] = "4bit"
+    (tmp_path / "t.json").write_text(json.dumps(table))
+    load_table(tmp_path / "t.json")
+    table["shapes"][1]["kind"] = "4bit+16bit"
+    (tmp_path / "t.json").write_text(json.dumps(table))
+    with pytest.raises(ValueError, match=r"schedule: expected another, since 4bit\+16bit is of two formats"):
+        load_table(tmp_path / "t.json")
+
+
 def test_a_bucket_stands_once(tmp_path) -> None:
     table = broken("gpu", "G")
     table["shapes"].append(table["shapes"][0])
@@ -259,7 +327,7 @@ def test_every_choice_of_the_librarys_tables_is_within_10_percent_of_the_best_th
 
 
 def test_a_table_with_a_kind_that_none_can_have_is_not_saved(tmp_path):
-    table = random_table(SHAPE._replace(kind="4bit+16bit"))
-    with pytest.raises(ValueError, match=r"^kind: expected one of 16bit, tf32, fp32, got '4bit\+16bit'$"):
+    table = random_table(SHAPE._replace(kind="4bit+fp32"))
+    with pytest.raises(ValueError, match=r"^kind: expected one of 16bit, .*, got '4bit\+fp32'$"):
         save_table(table, tmp_path / "a_gpu.json")
     assert not list(tmp_path.iterdir())

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from dsmoe_op import reference
-from dsmoe_op.cli import candidates, timing, trial
-from dsmoe_op.cli.problem import Problem
+from dsmoe_op.cli import arguments, candidates, shapes, timing, trial
+from dsmoe_op.cli.problem import ROWS_LIMITS, Problem
 from dsmoe_op.cli.shapes import Shape
 from dsmoe_op.config import MoEConfig
 from dsmoe_op.kernels.launch import INTERPRET
@@ -47,8 +47,8 @@ def _no_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Problem, "count", lambda self, T: 2)
 
 
-def made(T: int, say: Callable[[str], None]) -> tuple[Problem, list[torch.Tensor], trial.Trial]:
-    problem = Problem(SHAPE, "fp32", torch.device("cpu"), int(torch.randint(1 << 30, ())))
+def made(T: int, say: Callable[[str], None], shape: Shape = SHAPE) -> tuple[Problem, list[torch.Tensor], trial.Trial]:
+    problem = Problem(shape, "fp32", torch.device("cpu"), int(torch.randint(1 << 30, ())))
     inputs = problem.inputs(T)
     return problem, inputs, trial.Trial(problem, inputs, say)
 
@@ -58,19 +58,21 @@ def small(tiles: candidates.Candidates) -> candidates.Candidates:
     return {name: tuple(dict.fromkeys((*some[:3], some[-1]))) for name, some in tiles.items()}
 
 
-@pytest.mark.parametrize("T", [3, 40])
-def test_every_candidate_leaves_what_the_heuristics_leaves(T: int) -> None:
+@pytest.mark.parametrize(("T", "format"), [(3, None), (40, None), (9, "int4+none"), (9, "fp8_block")])
+def test_every_candidate_leaves_what_the_heuristics_leaves(T: int, format: str | None) -> None:
     complaints: list[str] = []
-    problem, inputs, found = made(T, complaints.append)
-    tiles = small(candidates.tiles(SHAPE, T))
+    shape = SHAPE if format is None else shapes.quantised(SHAPE, arguments.formats(format))
+    problem, inputs, found = made(T, complaints.append, shape)
+    tiles = small(candidates.tiles(shape, T))
     times = found.times(tiles)
     assert complaints == []
     assert {name: tuple(us) for name, us in times.items()} == dict(tiles)
     for i, x in enumerate(inputs):  # and that is right: y and shared are those of the layer
         call = found._calls(found.first.gemm1)[i]
         call.issue("finalize")
-        right = reference.moe(x, config=CONFIG, **problem.at(i)._asdict())
-        assert float((call.out - right).norm() / right.norm()) < 1e-4
+        right = reference.moe(x, config=shape.config, **problem.tensors(problem.at(i)))
+        limit = ROWS_LIMITS[0] if problem.rounds_rows else 1e-4
+        assert float((call.out - right).norm() / right.norm()) < limit
 
 
 def test_a_tile_that_is_wrong_or_fails_is_told_and_has_no_time(monkeypatch: pytest.MonkeyPatch) -> None:

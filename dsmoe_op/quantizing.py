@@ -85,6 +85,8 @@ def quantize_each(format: FormatName, weight: Tensor, **options: Any) -> Quantis
         return formats.quantize(format, weight, **options)
     first = formats.quantize(format, weight[0], **options)
     whole = Quantised(*(None if p is None else p.new_empty((len(weight), *p.shape)) for p in first))  # type: ignore[arg-type]
+    if weight.is_meta:
+        return whole
     for expert, its_weight in enumerate(weight):
         parts = formats.quantize(format, its_weight, **options) if expert else first
         for tensor, part in zip(whole, parts, strict=True):

@@ -7,8 +7,11 @@ import os
 import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import NamedTuple, cast
 
 import torch
+
+from dsmoe_op.formats import FORMATS, FormatName
 
 
 def integer(low: int, high: int, multiple: int = 1) -> Callable[[str], int]:
@@ -43,6 +46,33 @@ def some_of(names: Sequence[str]) -> Callable[[str], tuple[str, ...]]:
         return tuple(name for name in names if name in parts)
 
     return parse
+
+
+class Formats(NamedTuple):
+    """Of the routed experts' weights and of the shared one's; None: they are not quantised."""
+
+    routed: FormatName | None
+    shared: FormatName | None
+
+    def __str__(self) -> str:
+        return "+".join(dict.fromkeys(name or "none" for name in self))
+
+    @property
+    def rounds_rows(self) -> bool:
+        """Whether one of them quantises what the weights multiply."""
+        return any(name is not None and FORMATS[name].activations is not None for name in self)
+
+
+FORMATS_ACCEPTED = f"one of {', '.join(FORMATS)} for all experts, or ROUTED+SHARED, each one of these or none"
+
+
+def formats(text: str) -> Formats:
+    """Such as int4 for both, or int4+none."""
+    names = text.split("+")
+    if len(names) > 2 or not set(names) <= {*FORMATS, "none"} or set(names) == {"none"}:
+        raise argparse.ArgumentTypeError(f"expected {FORMATS_ACCEPTED}, got {text!r}")
+    routed, shared = (cast("FormatName | None", None if name == "none" else name) for name in (names[0], names[-1]))
+    return Formats(routed, shared)
 
 
 def text(value: str) -> str:

@@ -30,7 +30,6 @@ from dsmoe_op.cli.comparison import DTYPES
 from dsmoe_op.cli.output import CommandError
 from dsmoe_op.cli.problem import Problem
 from dsmoe_op.cli.shapes import Ceilings, Shape
-from dsmoe_op.formats import FORMATS
 
 TOKENS = (1, 4, 16, 64, 256, 1024, 4096)
 COLUMNS = (
@@ -261,8 +260,8 @@ def add_parser(subparsers: Any) -> None:
         metavar="A,B",
         help=f"some of {', '.join(DTYPES)} (bf16)",
     )
-    quantise = f"quantise the op's experts, the others have what that stands for: one of {', '.join(FORMATS)} (none)"
-    add("--format", choices=list(FORMATS), metavar="NAME", help=quantise)
+    quantise = f"quantise the op's experts, the others have what that stands for: {arguments.FORMATS_ACCEPTED} (none)"
+    add("--format", type=arguments.formats, metavar="NAME", help=quantise)
     add(
         "--schedule",
         type=arguments.some_of(SCHEDULES),
@@ -300,7 +299,10 @@ def _command(options: argparse.Namespace, parser: argparse.ArgumentParser) -> in
             if (reason := shapes.gpu_refuses(shape)) is not None:
                 parser.error(f"argument --shape: {reason}")
     if options.format:
-        options.shape = tuple(shapes.quantised(shape, options.format) for shape in options.shape)
+        try:
+            options.shape = tuple(shapes.quantised(shape, options.format) for shape in options.shape)
+        except ValueError as error:
+            parser.error(f"argument --format: {error}")
     fused_is_asked = options.schedule is not None and "fused" in options.schedule
     for shape in options.shape:
         if fused_is_asked and (reason := shapes.fused_refuses(shape)) is not None:
@@ -353,7 +355,7 @@ def _against_names(options: argparse.Namespace, device: torch.device) -> tuple[s
 def _schedules_of(shape: Shape, asked: tuple[str, ...] | None, against: tuple[str, ...], gpu: bool) -> list[str]:
     every = SCHEDULES if gpu and shape.S else ("auto",)
     chosen = set(asked or every) | ({"serial"} & set(against))
-    return [name for name in SCHEDULES if name in chosen and not (name == "fused" and shape.S % shape.I)]
+    return [name for name in SCHEDULES if name in chosen and (name != "fused" or shapes.fused_refuses(shape) is None)]
 
 
 def _measure(

@@ -5,13 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import TypeVar
 
+import torch
+
 from dsmoe_op import tuning
+from dsmoe_op.cli import shapes
 from dsmoe_op.cli.shapes import Shape
 from dsmoe_op.tuning import Choice, LayerShape, LayerTiles, Tile
-from dsmoe_op.tuning.tables import GEMMS, SCHEDULES, SHARED
+from dsmoe_op.tuning.tables import GEMMS, SCHEDULES, SHARED, product_kind
 
-_FEW_ROWS: dict[str, tuple[Tile, ...]] = {
-    "gemm1": (
+_FEW_ROWS: dict[tuple[str, str], tuple[Tile, ...]] = {
+    ("16bit", "gemm1"): (
         Tile(16, 32, 128, 4, 3, swap=True),
         Tile(16, 32, 128, 4, 4, swap=True),
         Tile(16, 32, 128, 4, 5, swap=True),
@@ -22,7 +25,7 @@ _FEW_ROWS: dict[str, tuple[Tile, ...]] = {
         Tile(32, 32, 128, 4, 4, swap=True),
         Tile(32, 64, 128, 4, 4, swap=True),
     ),
-    "gemm2": (
+    ("16bit", "gemm2"): (
         Tile(16, 64, 128, 4, 3, swap=True),
         Tile(16, 64, 128, 4, 5, swap=True),
         Tile(16, 128, 128, 4, 3, swap=True),
@@ -32,9 +35,41 @@ _FEW_ROWS: dict[str, tuple[Tile, ...]] = {
         Tile(32, 64, 128, 4, 3, swap=True),
         Tile(32, 128, 128, 4, 4, swap=True),
     ),
+    ("4bit", "gemm1"): (
+        Tile(16, 32, 128, 4, 4, swap=True),
+        Tile(16, 32, 256, 4, 3, swap=True),
+        Tile(16, 32, 256, 4, 4, swap=True),
+        Tile(16, 64, 256, 4, 3, swap=True),
+        Tile(16, 16, 256, 4, 4, swap=True),
+        Tile(32, 32, 256, 4, 3, swap=True),
+        Tile(32, 64, 128, 4, 4, swap=True),
+    ),
+    ("4bit", "gemm2"): (
+        Tile(16, 64, 128, 4, 4, swap=True),
+        Tile(16, 64, 256, 4, 3, swap=True),
+        Tile(16, 128, 128, 4, 4, swap=True),
+        Tile(16, 128, 256, 4, 3, swap=True),
+        Tile(32, 64, 128, 4, 3, swap=True),
+        Tile(32, 128, 128, 4, 3, swap=True),
+    ),
+    # A step of fp8 is the 128 columns that share a scale.
+    ("fp8", "gemm1"): (
+        Tile(16, 32, 128, 4, 4, swap=True),
+        Tile(16, 32, 128, 4, 6, swap=True),
+        Tile(16, 64, 128, 4, 4, swap=True),
+        Tile(32, 32, 128, 4, 4, swap=True),
+        Tile(32, 64, 128, 4, 3, swap=True),
+    ),
+    ("fp8", "gemm2"): (
+        Tile(16, 64, 128, 4, 4, swap=True),
+        Tile(16, 64, 128, 4, 6, swap=True),
+        Tile(16, 128, 128, 4, 4, swap=True),
+        Tile(32, 64, 128, 4, 4, swap=True),
+        Tile(32, 128, 128, 4, 3, swap=True),
+    ),
 }
-_MANY_ROWS: dict[str, tuple[Tile, ...]] = {
-    "gemm1": (
+_MANY_ROWS: dict[tuple[str, str], tuple[Tile, ...]] = {
+    ("16bit", "gemm1"): (
         Tile(64, 128, 64, 4, 4, tma=True, least_m=16),
         Tile(128, 128, 64, 8, 4, tma=True, least_m=16),
         Tile(128, 128, 64, 8, 4, least_m=16),
@@ -42,7 +77,7 @@ _MANY_ROWS: dict[str, tuple[Tile, ...]] = {
         Tile(128, 128, 64, 8, 4, tma=True, least_m=16, tail=64),
         Tile(32, 64, 128, 4, 3, swap=True),
     ),
-    "gemm2": (
+    ("16bit", "gemm2"): (
         Tile(64, 128, 64, 4, 3, tma=True, least_m=16),
         Tile(128, 128, 64, 4, 3, tma=True, least_m=16),
         Tile(128, 256, 64, 8, 3, least_m=16),
@@ -50,11 +85,35 @@ _MANY_ROWS: dict[str, tuple[Tile, ...]] = {
         Tile(128, 256, 64, 8, 3, persistent=True, least_m=16),
         Tile(128, 256, 64, 8, 3, tma=True, least_m=16, tail=64),
     ),
+    # With four warps these spill registers.
+    ("4bit", "gemm1"): (
+        Tile(64, 64, 128, 8, 3, swap=True, least_m=16),
+        Tile(128, 64, 64, 8, 3, swap=True, least_m=16),
+    ),
+    ("4bit", "gemm2"): (
+        Tile(64, 128, 128, 8, 3, swap=True, least_m=16),
+        Tile(128, 128, 64, 8, 3, swap=True, least_m=16),
+    ),
+    ("fp8", "gemm1"): (
+        Tile(64, 64, 128, 8, 3, swap=True, least_m=16),
+        Tile(64, 64, 128, 4, 3, swap=True, least_m=16),
+        Tile(64, 128, 128, 8, 3, swap=True, least_m=16),
+        Tile(128, 64, 128, 8, 3, swap=True, least_m=16),
+    ),
+    ("fp8", "gemm2"): (
+        Tile(64, 128, 128, 8, 3, swap=True, least_m=16),
+        Tile(64, 128, 128, 4, 3, swap=True, least_m=16),
+        Tile(64, 64, 128, 4, 3, swap=True, least_m=16),
+        Tile(128, 128, 128, 8, 3, swap=True, least_m=16),
+        Tile(128, 64, 128, 8, 3, swap=True, least_m=16),
+    ),
 }
-_TOGETHER: tuple[tuple[Tile, Tile], ...] = (
-    (Tile(16, 32, 128, 4, 3, swap=True), Tile(16, 64, 128, 4, 3, swap=True)),
-    (Tile(16, 32, 128, 4, 3, swap=True), Tile(16, 128, 128, 4, 3, swap=True)),
-)
+_TOGETHER: dict[str, tuple[tuple[Tile, Tile], ...]] = {
+    "16bit": (
+        (Tile(16, 32, 128, 4, 3, swap=True), Tile(16, 64, 128, 4, 3, swap=True)),
+        (Tile(16, 32, 128, 4, 3, swap=True), Tile(16, 128, 128, 4, 3, swap=True)),
+    ),
+}
 """gemm1 and gemm2 of one launch: its programs all have the memory of the larger one, so the best alone may not do."""
 _FEW_TOKENS, _FEW = 64, 32
 """Up to so many tokens, or expected rows of an expert, tiles for few rows are candidates; above, those for many."""
@@ -66,7 +125,9 @@ Candidates = Mapping[str, tuple[Tile, ...]]
 
 
 def layer_shape(shape: Shape) -> LayerShape:
-    return LayerShape("16bit", shape.H, shape.I, shape.E, shape.K, shape.S)
+    formats = shapes.formats_of(shape)
+    kind = tuning.layer_kind(torch.bfloat16, False, formats.routed, formats.shared if shape.S else formats.routed)
+    return LayerShape(kind, shape.H, shape.I, shape.E, shape.K, shape.S)
 
 
 def heuristic(shape: Shape, T: int) -> Choice:
@@ -82,15 +143,16 @@ def tiles(shape: Shape, T: int) -> Candidates:
 
 
 def _others(name: str, shape: Shape, T: int) -> Iterable[Tile]:
-    shared, kernel = name in SHARED, name.removeprefix("shared_")
+    shared, kernel, layer_kind = name in SHARED, name.removeprefix("shared_"), layer_shape(shape).kind
+    kind = product_kind(layer_kind, name)
     few, many = T <= _FEW_TOKENS, T > _FEW_TOKENS
     if not shared:
         few |= T * shape.K / shape.E <= _FEW
     least, most = 1, max(16, 1 << (T - 1).bit_length())  # rows that a tile can use
     if shared and T > 16:
         least = 32 if T <= 256 else 64
-    own = [getattr(variant, name) for variant in tuning.layer_variants("16bit")]
-    for tile in (*_FEW_ROWS[kernel] * few, *_MANY_ROWS[kernel] * many, *own):
+    own = [getattr(variant, name) for variant in tuning.layer_variants(layer_kind)]
+    for tile in (*_FEW_ROWS[kind, kernel] * few, *_MANY_ROWS[kind, kernel] * many, *own):
         if least <= tile.block_m <= most and not (shared and tile.tail):
             yield tile
 
@@ -99,13 +161,15 @@ def schedules(shape: Shape) -> tuple[str, ...]:
     """Those that a layer of this shape has."""
     if not shape.S:
         return ("serial",)
-    return tuple(name for name in SCHEDULES if name != "fused" or shape.S % shape.I == 0)
+    return tuple(name for name in SCHEDULES if name != "fused" or shapes.fused_refuses(shape) is None)
 
 
 def choices(shape: Shape, T: int, best: LayerTiles) -> tuple[Choice, ...]:
     """Layers to time: the heuristic's, and the best tiles, or pairs for one launch, in each schedule."""
-    one_launch = tuning.one_launch("16bit", T, best.gemm1, best.gemm2)
-    pairs = ((best.gemm1, best.gemm2), *(_TOGETHER if one_launch else ()))
+    kind = layer_shape(shape).kind
+    one_launch = tuning.one_launch(kind, T, best.gemm1, best.gemm2)
+    together = _TOGETHER.get(product_kind(kind, "gemm1"), ()) if one_launch else ()
+    pairs = ((best.gemm1, best.gemm2), *together)
     overlaps = (False, True) if T <= OVERLAPPING_UP_TO else (False,)
     found = [
         Choice(best._replace(gemm1=gemm1, gemm2=gemm2, overlaps=o, one_launch=one_launch), schedule)

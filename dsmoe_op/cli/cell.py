@@ -122,7 +122,8 @@ class _Bench:
             ceilings.bandwidth,
             ceilings.flops[problem.dtype],
             ceilings.cache,
-            weight_bytes=problem.weight_bytes,
+            routed_bytes=problem.routed_bytes,
+            shared_bytes=problem.shared_bytes,
         )
         rows = [self._prepare(candidate) for candidate in ours]
         alone = peers.ours(problem, "serial", shared=False)

@@ -28,8 +28,8 @@ from torch import Tensor, nn
 
 from dsmoe_op import DualStreamMoE
 from dsmoe_op.cli import decode, output, profiling, quantized, small_models
+from dsmoe_op.cli.arguments import Formats
 from dsmoe_op.cli.output import CommandError
-from dsmoe_op.formats import FORMATS, FormatName
 
 NOISE_FACTOR, NOISE_FLOOR = 1.5, 0.1
 ROWS_NOISE, ROWS_FLOOR = 0.05, 0.02
@@ -61,12 +61,12 @@ class Job:
     compile: bool
     graphs: bool
     compare_modes: bool
-    format: FormatName | None = None
+    format: Formats | None = None
 
     @property
     def rounds_rows(self) -> bool:
-        """Whether the format quantises what the experts' weights multiply."""
-        return self.format is not None and FORMATS[self.format].activations is not None
+        """Whether a format quantises what the experts' weights multiply."""
+        return self.format is not None and self.format.rounds_rows
 
     @property
     def exact(self) -> bool:

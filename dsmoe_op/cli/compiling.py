@@ -5,10 +5,11 @@ The processes never touch the GPU: they are told what to compile for.
 
 from __future__ import annotations
 
+import functools
 import multiprocessing
 import os
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from typing import Any, NamedTuple
@@ -16,10 +17,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from dsmoe_op.checks import Dims, Layer
+from dsmoe_op.checks import LAYER_FIELDS, Dims, Layer
 from dsmoe_op.cli.output import CommandError, error_text
 from dsmoe_op.cli.plain import Weights
+from dsmoe_op.cli.problem import arguments_of, quantise
 from dsmoe_op.cli.shapes import Shape
+from dsmoe_op.quantizing import WEIGHTS
 from dsmoe_op.tuning import LayerTiles, Tile
 
 
@@ -94,8 +97,11 @@ class Compiler:
         self._executor.shutdown(wait=True, cancel_futures=True)
 
 
-def layer_of(x: Tensor, weights: Weights) -> Layer:
-    return Layer(
+def layer_of(x: Tensor, given: Mapping[str, Any], dims: Dims) -> Layer:
+    """As kernels take it. given: weights by the op's arguments, as `Problem.tensors` has them."""
+    from dsmoe_op import cuda  # needs triton
+
+    layer = Layer(
         hidden_states=x,
         router_bias=None,
         router_logits=None,
@@ -105,8 +111,9 @@ def layer_of(x: Tensor, weights: Weights) -> Layer:
         w2_bias=None,
         num_valid_tokens=None,
         expert_map=None,
-        **weights._asdict(),
+        **given,
     )
+    return cuda._normalised(layer, dims, LAYER_FIELDS)
 
 
 def dims_of(shape: Shape, T: int) -> Dims:
@@ -149,23 +156,33 @@ def _start(target: Target) -> None:
 
 def compile_one(job: Job) -> str | None:
     """Why it failed, if it did."""
-    from dsmoe_op import cuda, kernels
+    from dsmoe_op import kernels
 
     try:
-        layer, dims = _without_memory(job.shape), dims_of(job.shape, 4)
-        tiles = all_of(job.tile or Tile(16, 16, 16, 4, 2))
-        specs = [spec for some in cuda._buffers(layer, dims, job.shape.config, tiles, True) for spec in some]
-        buffers = {name: torch.empty(shape, dtype=dtype, device="meta") for name, shape, dtype in specs}
-        call = cuda._Call(layer, dims, job.shape.config, buffers, tiles, False)
-        call.warmup = True
-        with kernels.compiling_only(), kernels.overlapping(job.early, job.followed):
-            call.issue(job.name)
+        with kernels.compiling_only():
+            warm_up(job)
     except Exception as error:
         return error_text(error)
     return None
 
 
-def _without_memory(shape: Shape) -> Layer:
+def warm_up(job: Job) -> None:
+    """Compiles it, on tensors without memory."""
+    from dsmoe_op import cuda, kernels
+
+    dims = dims_of(job.shape, 4)
+    layer = _without_memory(job.shape, dims)
+    tiles = all_of(job.tile or Tile(16, 16, 16, 4, 2))
+    specs = [spec for some in cuda._buffers(layer, dims, job.shape.config, tiles, True) for spec in some]
+    buffers = {name: torch.empty(shape, dtype=dtype, device="meta") for name, shape, dtype in specs}
+    call = cuda._Call(layer, dims, job.shape.config, buffers, tiles, False)
+    call.warmup = True
+    with kernels.overlapping(job.early, job.followed):
+        call.issue(job.name)
+
+
+@functools.lru_cache(maxsize=4)
+def _without_memory(shape: Shape, dims: Dims) -> Layer:
     def tensor(*size: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
         return torch.empty(size, dtype=dtype, device="meta")
 
@@ -179,4 +196,9 @@ def _without_memory(shape: Shape) -> Layer:
         shared_w2=tensor(H, S) if S else None,
         shared_gate=tensor(1, H) if S and shape.shared_gate else None,
     )
-    return layer_of(tensor(4, H), weights)
+    given: dict[str, Any] = weights._asdict()
+    for name, weight in weights._asdict().items():
+        format = shape.config.format_of(name) if name in WEIGHTS else None
+        if format is not None and weight is not None:
+            given |= arguments_of(name, quantise(name, format, weight, shape.config.halves(name)))
+    return layer_of(tensor(dims.T, H), given, dims)

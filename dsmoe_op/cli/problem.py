@@ -11,10 +11,12 @@ import torch
 from torch import Tensor
 
 from dsmoe_op import DualStreamMoE, formats, quantizing, reference
+from dsmoe_op.cli import shapes
 from dsmoe_op.cli.comparison import DTYPES
 from dsmoe_op.cli.output import CommandError
 from dsmoe_op.cli.plain import Weights
 from dsmoe_op.cli.shapes import Shape
+from dsmoe_op.formats import FormatName
 
 COLD_BYTES = 220e6
 """Read between two uses of the same weight: several times what a GPU's L2 cache holds."""
@@ -42,7 +44,9 @@ class Problem:
     Where the shape's config has formats, the op has quantised weights, and the others have what these stand for.
 
     Attributes:
-        weight_bytes: of an expert's weight in the op, with its part of the scales.
+        routed_bytes, shared_bytes: of a routed expert's weight in the op, and of the shared one's, with its part of the
+            scales.
+        rounds_rows: whether a format quantises what the weights multiply.
 
     Raises:
         CommandError: the memory is not there, or the op does not take the format on the device.
@@ -51,13 +55,15 @@ class Problem:
     def __init__(self, shape: Shape, dtype: str, device: torch.device, seed: int) -> None:
         self.shape, self.dtype, self.device = shape, dtype, device
         self.itemsize = DTYPES[dtype].itemsize
-        format = shape.config.routed_format
-        self.weight_bytes: float = self.itemsize if format is None else formats.FORMATS[format].bits / 8
-        self.rounds_rows = format is not None and formats.FORMATS[format].activations is not None
+        names = shapes.formats_of(shape)
+        each = [float(self.itemsize if name is None else formats.FORMATS[name].bits / 8) for name in names]
+        self.routed_bytes, self.shared_bytes = each
+        self.rounds_rows = names.rounds_rows
         self.copies = self.routed_copies = 1
         if device.type == "cuda":
-            self.copies = _copies(shape.other_elements * self.weight_bytes, at_least=4)
-            self.routed_copies = _copies(shape.routed_elements * self.weight_bytes, at_least=1)
+            others = shape.router_elements * self.itemsize + shape.shared_elements * self.shared_bytes
+            self.copies = _copies(others, at_least=4)
+            self.routed_copies = _copies(shape.routed_elements * self.routed_bytes, at_least=1)
         self._check_memory()
         self.generator = torch.Generator(device).manual_seed(seed)
         H, I, E, S = shape.H, shape.I, shape.E, shape.S
@@ -75,13 +81,15 @@ class Problem:
             for _ in range(self.copies)
         ]
         self._quantised: dict[int, dict[str, Tensor]] = {}
-        if format is not None:
-            for w13, w2 in self.routed:
-                self._quantise({"w13": w13, "w2": w2})
-            for _, shared_w13, shared_w2, _ in self.others:
-                self._quantise({"shared_w13": shared_w13, "shared_w2": shared_w2})
-            made = [t for w in self.routed[0] for t in self._quantised[id(w)].values()]
-            self.weight_bytes = sum(t.nbytes for t in made) / shape.routed_elements
+        for w13, w2 in self.routed:
+            self._quantise({"w13": w13, "w2": w2})
+        for _, shared_w13, shared_w2, _ in self.others:
+            self._quantise({"shared_w13": shared_w13, "shared_w2": shared_w2})
+        if names.routed is not None:
+            self.routed_bytes = self._nbytes(*self.routed[0]) / shape.routed_elements
+        if names.shared is not None:
+            self.shared_bytes = self._nbytes(*self.others[0][1:3]) / shape.shared_elements
+        if self._quantised:
             try:
                 given = {name: t for name, t in self.tensors(self.at(0)).items() if t is not None}
                 DualStreamMoE.from_tensors(shape.config, given)
@@ -96,17 +104,17 @@ class Problem:
             if weight is None or format is None:
                 continue
             halves = config.halves(name)
-            parts = quantizing.quantize_each(format, weight, halves=halves)
-            if format == "fp8_tensor":
-                largest = LARGEST[name.removeprefix("shared_")]
-                parts = parts._replace(input_scale=torch.full((1,), largest / formats.LARGEST_E4M3, device=self.device))
+            parts = quantise(name, format, weight, halves)
             stacked = weight.dim() == 3
             for e, its_weight in enumerate(weight if stacked else [weight]):
                 its = parts.expert(e) if stacked else parts
                 columns = weight.shape[-1]
                 its_weight.copy_(formats.dequantize(format, its, columns, halves=halves, dtype=torch.float32))
-            named = zip(formats.SUFFIXES, parts, strict=True)
-            self._quantised[id(weight)] = {name + suffix: t for suffix, t in named if t is not None}
+            self._quantised[id(weight)] = arguments_of(name, parts)
+
+    def _nbytes(self, *weights: Tensor | None) -> int:
+        """Of what the op has in the place of quantised weights."""
+        return sum(t.nbytes for weight in weights for t in self._quantised[id(weight)].values())
 
     def _normal(self, *size: int) -> Tensor:
         """A unit variance through each product."""
@@ -118,9 +126,14 @@ class Problem:
         return weight
 
     def _check_memory(self) -> None:
-        elements = self.routed_copies * self.shape.routed_elements + self.copies * self.shape.other_elements
-        quantised = self.weight_bytes if self.shape.config.routed_format is not None else 0
-        needed, free = elements * (self.itemsize + quantised), free_bytes(self.device)
+        shape, needed = self.shape, float(self.copies * self.shape.router_elements * self.itemsize)
+        of_each = (
+            (self.routed_copies * shape.routed_elements, self.routed_bytes),
+            (self.copies * shape.shared_elements, self.shared_bytes),
+        )
+        for (elements, its), name in zip(of_each, shapes.formats_of(shape), strict=True):
+            needed += elements * (self.itemsize + (0 if name is None else its))  # beside what they stand for
+        free = free_bytes(self.device)
         if needed > 0.95 * free:
             raise CommandError(
                 f"--shape: {self.shape.name} in {self.dtype} has {needed / 1e9:.1f} GB of weights, "
@@ -210,6 +223,26 @@ class Answers:
         right = self.right[i]
         difference = out.reshape(-1, right.shape[-1])[self.rows].to(right.dtype) - right
         return float(difference.norm() / right.norm())
+
+
+def quantise(name: str, format: FormatName, weight: Tensor, halves: int) -> formats.Quantised:
+    """The weight of that argument in a format, as released checkpoints have it: scales of int4 in the model's dtype.
+
+    What it multiplies has a static scale in fp8_tensor, up to LARGEST. The weight may be one without memory.
+    """
+    parts = quantizing.quantize_each(format, weight, halves=halves)
+    if format == "int4":
+        parts = parts._replace(scale=parts.scale.to(weight.dtype))
+    if format == "fp8_tensor":
+        largest = LARGEST[name.removeprefix("shared_")]
+        scale = torch.full((1,), largest / formats.LARGEST_E4M3, device=weight.device)
+        parts = parts._replace(input_scale=scale)
+    return parts
+
+
+def arguments_of(name: str, parts: formats.Quantised) -> dict[str, Tensor]:
+    """The tensors of the weight of that argument, by the op's arguments."""
+    return {name + suffix: t for suffix, t in zip(formats.SUFFIXES, parts, strict=True) if t is not None}
 
 
 def _copies(size: float, at_least: int) -> int:

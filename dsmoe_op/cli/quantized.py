@@ -10,12 +10,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dsmoe_op import DualStreamMoE, formats, reference
-from dsmoe_op.formats import FormatName
+from dsmoe_op.cli.arguments import Formats
 from dsmoe_op.quantizing import WEIGHTS
 
 
 @torch.no_grad()
-def twin(model: nn.Module, format: FormatName, schedule: str, text: Tensor) -> tuple[nn.Module, int]:
+def twin(model: nn.Module, names: Formats, schedule: str, text: Tensor) -> tuple[nn.Module, int]:
     """A copy of a model of transformers with its MoE blocks swapped and quantised, and how many they are.
 
     The weights of `model`, whose blocks stay, become what the quantised ones stand for, rounded to its dtype.
@@ -24,16 +24,18 @@ def twin(model: nn.Module, format: FormatName, schedule: str, text: Tensor) -> t
         text: int64 [1, P]: one forward pass of it gives fp8_tensor its input scales.
 
     Raises:
-        ValueError: a block cannot be swapped, or the op does not take the format here.
+        ValueError: a block cannot be swapped, or the op does not take a format here.
     """
     from dsmoe_op.hf import replace_moe_blocks
 
     plain = copy.deepcopy(model)
     swapped = replace_moe_blocks(plain, schedule)
-    scales = _input_scales(plain, text) if formats.FORMATS[format].activations == "tensor" else {}
+    scales = _input_scales(plain, text) if "fp8_tensor" in names else {}
     patched = copy.deepcopy(plain)
     for name, module in _layers(patched).items():
-        module.quantize(format, input_scales=scales.get(name))
+        its = {w: s for w, s in scales.get(name, {}).items() if names[w.startswith("shared_")] == "fp8_tensor"}
+        shared_format = "same" if names.routed == names.shared else names.shared
+        module.quantize(names.routed, shared_format=shared_format, input_scales=its)
         module.prepare(next(model.parameters()).dtype)
         _dequantize(module, _layers(plain)[name])
     model.load_state_dict(plain.state_dict())

@@ -11,7 +11,6 @@ import torch
 from dsmoe_op.checks import SCHEDULES
 from dsmoe_op.cli import arguments, output, profiling, small_models
 from dsmoe_op.cli.comparison import DTYPES, NOISE_FACTOR, NOISE_FLOOR, ROWS_FLOOR, ROWS_NOISE, Job, Result, Row, compare
-from dsmoe_op.formats import FORMATS
 
 PROMPT = (
     "A mixture-of-experts layer sends each token to a few of its experts and adds what a shared expert makes of every "
@@ -35,7 +34,7 @@ def as_json(result: Result) -> dict[str, Any]:
         "criterion": _criterion(job),
         "family": job.family,
         "dtype": job.dtype,
-        "format": job.format,
+        "format": None if job.format is None else str(job.format),
         "device": str(job.device),
         **_versions(job.device),
         "layers": job.size.layers,
@@ -171,8 +170,8 @@ def add_parser(subparsers: Any) -> None:
     add("--prompt", type=arguments.text, default=PROMPT, metavar="TEXT", help="its bytes are the tokens (a paragraph)")
     add("--tokens", type=arguments.integer(2, 1024), default=32, metavar="N", help="new tokens of each request (32)")
     add("--schedule", choices=list(SCHEDULES), default="auto", help="of the op (auto)")
-    quantise = f"quantise the experts' weights: one of {_list(FORMATS)} (none)"
-    add("--format", choices=list(FORMATS), metavar="NAME", help=quantise)
+    quantise = f"quantise the experts' weights: {arguments.FORMATS_ACCEPTED} (none)"
+    add("--format", type=arguments.formats, metavar="NAME", help=quantise)
     add("--seed", type=arguments.integer(0, 2**31), default=0, metavar="N", help="of the weights (0)")
     add("--enable-torch-compile", action="store_true", help="compile the decode step, fullgraph=True")
     sizes = arguments.integers(1, 512)

@@ -8,8 +8,8 @@ import math
 import re
 from typing import Any
 
+from dsmoe_op.cli.arguments import Formats
 from dsmoe_op.config import MoEConfig
-from dsmoe_op.formats import FormatName
 
 ROWS_COUNT_FROM = 1024
 """Tokens from which the rows between the experts and the sum no longer stay in a cache."""
@@ -47,9 +47,12 @@ class Shape:
         return 3 * self.E * self.H * self.I
 
     @property
-    def other_elements(self) -> int:
-        """Of the router and the shared expert."""
-        return self.E * self.H + 3 * self.H * self.S
+    def shared_elements(self) -> int:
+        return 3 * self.H * self.S
+
+    @property
+    def router_elements(self) -> int:
+        return self.E * self.H
 
     def split(self, ranks: int) -> Shape:
         """One rank's share under tensor parallelism, which divides the widths.
@@ -156,13 +159,26 @@ def fused_refuses(shape: Shape) -> str | None:
     """Why a shape has no schedule "fused"; None where it has."""
     if shape.S % shape.I:
         return f"fused needs S a multiple of I, and {shape.name} has {shape.S} and {shape.I}"
+    if shape.S and shape.config.routed_format != shape.config.shared_format:
+        return f"fused needs routed and shared experts in one format, and got {formats_of(shape)}"
     return None
 
 
-def quantised(shape: Shape, format: FormatName) -> Shape:
-    """With its experts and its shared expert in the format, which the name has too."""
-    config = dataclasses.replace(shape.config, routed_format=format, shared_format=format)
-    return dataclasses.replace(shape, name=f"{shape.name} {format}", config=config)
+def formats_of(shape: Shape) -> Formats:
+    """Of what there is: without a shared expert that one has none."""
+    return Formats(shape.config.routed_format, shape.config.shared_format if shape.S else None)
+
+
+def quantised(shape: Shape, formats: Formats) -> Shape:
+    """With its experts and its shared expert in these formats, which the name has too.
+
+    Raises:
+        ValueError: only the shared expert is to be quantised, and there is none.
+    """
+    if formats.routed is None and not shape.S:
+        raise ValueError(f"expected a format of the routed experts, since {shape.name} has no others, got {formats}")
+    config = dataclasses.replace(shape.config, routed_format=formats.routed, shared_format=formats.shared)
+    return dataclasses.replace(shape, name=f"{shape.name} {formats}", config=config)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -184,7 +200,7 @@ class Ceilings:
 
 def floor_us(
     shape: Shape, T: int, hit: float, itemsize: int, bandwidth: float, flops: float, cache: float,
-    *, weight_bytes: float | None = None,
+    *, routed_bytes: float | None = None, shared_bytes: float | None = None,
 ) -> float:  # fmt: skip
     """Microseconds below which no layer can be: bytes that it must move, or its arithmetic, at the machine's ceilings.
 
@@ -193,10 +209,11 @@ def floor_us(
 
     Args:
         hit: distinct experts that the T tokens chose; may be a mean.
-        weight_bytes: of a weight of the experts and the shared one, where it is not itemsize.
+        routed_bytes, shared_bytes: of a weight of the routed experts, and of the shared one, where it is not itemsize.
     """
     H, I, E, K, S = shape.H, shape.I, shape.E, shape.K, shape.S
-    moved = (weight_bytes or itemsize) * 3 * H * (hit * I + S) + itemsize * (E * H + 2 * T * H)
+    moved = 3 * H * (hit * I * (routed_bytes or itemsize) + S * (shared_bytes or itemsize))
+    moved += itemsize * (E * H + 2 * T * H)
     if T >= ROWS_COUNT_FROM:
         moved += 2 * max(0.0, itemsize * T * K * H - cache)
     arithmetic = 6 * T * H * (K * I + S) + 2 * T * H * E

@@ -15,13 +15,14 @@ from dsmoe_op.checks import Layer
 from dsmoe_op.cli import candidates, compiling, timing
 from dsmoe_op.cli.candidates import Candidates
 from dsmoe_op.cli.output import CommandError, error_text
-from dsmoe_op.cli.problem import Problem
+from dsmoe_op.cli.problem import ROWS_LIMITS, Problem
 from dsmoe_op.tuning import Choice, LayerTiles, Table, Tile
 from dsmoe_op.tuning.tables import BUCKETS, Row
 
 ROUNDS = 9
 LIMIT = 1e-2
-"""Relative distance (Frobenius) from what the heuristic's leaves, from which a candidate counts as wrong."""
+"""Relative distance (Frobenius) from what the heuristic's leaves, from which a candidate counts as wrong. A product's
+rows are the same for all; in a layer whose rows become fp8 between its products it is ROWS_LIMITS'."""
 _OUTPUTS = {"gemm1": "h", "gemm2": "y", "shared_gemm1": "shared_h", "shared_gemm2": "shared"}
 _TAKEN = 64
 """Elements between two counters: binaries count on addresses that are multiples of 16 bytes."""
@@ -36,7 +37,8 @@ class Trial:
     def __init__(self, problem: Problem, inputs: Sequence[Tensor], say: Say) -> None:
         self.say, self.config = say, problem.shape.config
         self.dims = compiling.dims_of(problem.shape, len(inputs[0]))
-        self.layers = [compiling.layer_of(x, problem.at(i)) for i, x in enumerate(inputs)]
+        given = (problem.tensors(problem.at(i)) for i in range(len(inputs)))
+        self.layers = [compiling.layer_of(x, its, self.dims) for x, its in zip(inputs, given, strict=True)]
         self.first = candidates.heuristic(problem.shape, self.dims.T).tiles
         self._buffers = [self._made(layer, self.first) for layer in self.layers]
         # In one tensor, so that one launch a replay zeroes them.
@@ -107,8 +109,9 @@ def layer_times(
         return f"{choice.schedule}{' overlapping' if choice.tiles.overlaps else ''}"
 
     own = tuning.own_table()
+    limit = ROWS_LIMITS[0] if problem.rounds_rows else LIMIT
     try:
-        return side_by_side(runs, len(inputs), name, say)
+        return side_by_side(runs, len(inputs), name, say, limit)
     finally:
         tuning.use_table(own)
 
@@ -119,7 +122,7 @@ def _layer(problem: Problem, inputs: Sequence[Tensor], choice: Choice, gpu: str)
 
     def run(i: int) -> Tensor:
         tuning.use_table(table)
-        weights = problem.at(i)._asdict()
+        weights = problem.tensors(problem.at(i))
         return dual_stream_moe(inputs[i], config=problem.shape.config, schedule=choice.schedule, **weights)
 
     return run
@@ -128,12 +131,15 @@ def _layer(problem: Problem, inputs: Sequence[Tensor], choice: Choice, gpu: str)
 Key = TypeVar("Key")
 
 
-def side_by_side(runs: Mapping[Key, timing.Call], count: int, name: Callable[[Key], str], say: Say) -> dict[Key, float]:
+def side_by_side(
+    runs: Mapping[Key, timing.Call], count: int, name: Callable[[Key], str], say: Say, limit: float = LIMIT
+) -> dict[Key, float]:
     """Microseconds of one call by key, without those that are wrong or fail.
 
     Args:
         runs: each leaves its output for input i; the others are held against the first that runs.
         count: of inputs.
+        limit: of the distance from it.
     """
     graphs: dict[Key, timing.Captured] = {}
     right: list[Tensor] = []
@@ -145,7 +151,7 @@ def side_by_side(runs: Mapping[Key, timing.Call], count: int, name: Callable[[Ke
             captured.graph.replay()
             if right:
                 apart = max(map(distance, captured.outputs, right))
-                if not apart <= LIMIT:  # NaN is wrong
+                if not apart <= limit:  # NaN is wrong
                     say(f"{name(key)}: WRONG, {apart:.2g} from the heuristic's")
                     continue
             else:

@@ -42,15 +42,18 @@ def add_parser(subparsers: Any) -> None:
     parser = subparsers.add_parser(
         "tune",
         help="measure which tiles and schedule this GPU is fastest with, and write them as a table",
-        description="Times tiles and schedules of MoE layers in bf16 on this GPU, on random weights and inputs, and "
-        "writes the fastest ones by shape and number of tokens as JSON, for dsmoe_op.tuning.use_table(load_table(PATH))"
-        ". What is not in a table is chosen by a rule. Exit code 0: the table is written, whole or as far as the "
-        "minutes went; 1: some cell has no right candidate; 2: it could not run.",
+        description="Times tiles and schedules of MoE layers, in bf16 or with quantised weights, on this GPU, on "
+        "random weights and inputs, and writes the fastest ones by shape and number of tokens as JSON, for "
+        "dsmoe_op.tuning.use_table(load_table(PATH)). What is not in a table is chosen by a rule. Exit code 0: the "
+        "table is written, whole or as far as the minutes went; 1: some cell has no right candidate; 2: it could not "
+        "run.",
     )
     add = parser.add_argument
     add("--shape", type=shapes.parse_shapes, default=shapes.parse_shapes(SHAPES), metavar="A,B", help=f"({SHAPES})")
     default = ",".join(map(str, TOKENS))
     add("--tokens", type=_tokens, default=TOKENS, metavar="1,4", help=f"one for each bucket that is wanted ({default})")
+    quantised = f"of the experts' weights: {arguments.FORMATS_ACCEPTED} (none)"
+    add("--format", type=arguments.formats, metavar="NAME", help=quantised)
     add("--minutes", type=_minutes, default=10.0, metavar="M", help="stop after so long, with what is done (10)")
     add("--out", type=Path, metavar="PATH", help="the table (its library name, such as nvidia_h200.json, here)")
     add("--resume", action="store_true", help="keep what PATH has, and do the rest")
@@ -90,6 +93,11 @@ def _command(options: argparse.Namespace, parser: argparse.ArgumentParser) -> in
         for letter in "HIS":
             if getattr(shape, letter) % 16:
                 parser.error(f"argument --shape: expected multiples of 16, got {letter}={getattr(shape, letter)}")
+    if options.format:
+        try:
+            options.shape = tuple(shapes.quantised(shape, options.format) for shape in options.shape)
+        except ValueError as error:
+            parser.error(f"argument --format: {error}")
     device = options.device or arguments.device("cuda")
     torch.cuda.set_device(device)
     gpu = torch.cuda.get_device_name(device)

@@ -201,15 +201,18 @@ def _unpacked(word, there, zero_NG, scale_NG, NAME: tl.constexpr, DTYPE: tl.cons
         scale = _spread(_twice(scale_NG), ROWS, GROUPS, WORDS)
         if there is not None:
             scale = tl.where(there, scale, 0)
-        OUT: tl.constexpr = (tl.int32, tl.int32, tl.int32, tl.int32)
         if NAME == "int4":
             if zero_NG is None:
                 zero = _twice(tl.full([1, 1], IMPLIED + 8, tl.int16))
             else:
                 zero = _spread(_twice(zero_NG + IMPLIED), ROWS, GROUPS, WORDS)
-            p0, p1, p2, p3 = tl.inline_asm_elementwise(ASM, "=&r,=&r,=&r,=&r,r,r,r", [word, scale, zero], OUT, True, 1)
+            p0, p1, p2, p3 = tl.inline_asm_elementwise(
+                ASM, "=&r,=&r,=&r,=&r,r,r,r", [word, scale, zero], (tl.int32, tl.int32, tl.int32, tl.int32), True, 1
+            )
         else:
-            p0, p1, p2, p3 = tl.inline_asm_elementwise(ASM, "=&r,=&r,=&r,=&r,r,r", [word, scale], OUT, True, 1)
+            p0, p1, p2, p3 = tl.inline_asm_elementwise(
+                ASM, "=&r,=&r,=&r,=&r,r,r", [word, scale], (tl.int32, tl.int32, tl.int32, tl.int32), True, 1
+            )
         n0, n1, n2, n3 = (_halves_of(p0, DTYPE), _halves_of(p1, DTYPE), _halves_of(p2, DTYPE), _halves_of(p3, DTYPE))
     else:
         zero = tl.full([], 8.0, tl.float32)

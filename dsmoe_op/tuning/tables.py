@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import json
 import math
 import os
@@ -25,7 +26,10 @@ from dsmoe_op.tuning.tile import Choice, LayerShape, LayerTiles, Tile, one_launc
 
 BUCKETS = (1, 4, 16, 64, 256, 1024, 4096, math.inf)
 """The most tokens of each bucket."""
-KINDS = ("16bit", "tf32", "fp32")
+_OF_A_DTYPE = (("16bit", "fp8", "4bit"), ("tf32", "fp8", "fp32_4bit"), ("fp32", "fp8", "fp32_4bit"))
+"""Kinds of product that a layer's routed and shared experts may have side by side."""
+KINDS = frozenset("+".join(dict.fromkeys(kinds)) for some in _OF_A_DTYPE for kinds in itertools.product(some, repeat=2))
+_KINDS_ACCEPTED = "one of 16bit, tf32, fp32, fp8, 4bit, fp32_4bit, or two of them that one dtype has, joined by +"
 SCHEDULES = ("serial", "dual", "dual_shared_main", "fused")
 SHARED = ("shared_gemm1", "shared_gemm2")
 GEMMS = ("gemm1", "gemm2", *SHARED)
@@ -33,6 +37,8 @@ PARTS = (*GEMMS, "layer")
 """Of what there are times, in microseconds."""
 PERSISTENT_M = 128
 """block_m of a persistent tile."""
+FP8_K, LEAST_4BIT_K = 128, 32
+"""block_k of a product with weights in fp8, whose scale may be that of 128 columns, and the least with four bits."""
 _RANGES = {
     "block_m": (8, 256),
     "block_n": (8, 512),
@@ -43,6 +49,12 @@ _RANGES = {
     "tail": (0, 128),
 }
 """What numbers of a tile may be. More than a GPU's memory or registers hold is still Triton's to refuse."""
+
+
+def product_kind(kind: str, name: str) -> str:
+    """The part of a layer's kind that the product of that name, one of GEMMS, has."""
+    routed, _, shared = kind.partition("+")
+    return shared or routed if name in SHARED else routed
 
 
 def bucket(T: int) -> float:
@@ -141,8 +153,8 @@ class _Reader:
         return Table(gpu=gpu, rows=rows, made_with=made_with)
 
     def shape(self, fields: dict[str, Any], at: str) -> LayerShape:
-        if fields["kind"] not in KINDS:
-            self.refuse(f"{at}.kind", f"one of {', '.join(KINDS)}", fields["kind"])
+        if not isinstance(fields["kind"], str) or fields["kind"] not in KINDS:
+            self.refuse(f"{at}.kind", _KINDS_ACCEPTED, fields["kind"])
         for name in "HIEKS":
             self.integer(fields[name], f"{at}.{name}", least=0 if name == "S" else 1)
         return LayerShape(*(fields[name] for name in LayerShape._fields))
@@ -160,7 +172,12 @@ class _Reader:
         tokens = self.integer(value["tokens"], f"{at}.tokens", least=1)
         if bucket(tokens) != most:
             self.refuse(f"{at}.tokens", "a number in the bucket that up_to names", tokens)
-        gemm1, gemm2 = (self.tile(value[name], f"{at}.{name}") for name in ("gemm1", "gemm2"))
+        tiles = {
+            name: self.tile(value[name], f"{at}.{name}", product_kind(shape.kind, name))
+            for name in GEMMS
+            if name in value
+        }
+        gemm1, gemm2 = tiles["gemm1"], tiles["gemm2"]
         for name in ("block_m", "tail"):
             its, first = getattr(gemm2, name), getattr(gemm1, name)
             if its != first:
@@ -168,7 +185,7 @@ class _Reader:
         for name in SHARED:
             if shape.S and name not in value:
                 self.refuse(f"{at}.{name}", f"a tile, since S={shape.S}", None)
-        shared = [self.tile(value[name], f"{at}.{name}") if name in value else gemm1 for name in SHARED]
+        shared = [tiles.get(name, gemm1) for name in SHARED]
         schedule, overlaps = value["schedule"], value["overlaps"]
         if not isinstance(overlaps, bool):
             self.refuse(f"{at}.overlaps", "true or false", overlaps)
@@ -178,6 +195,8 @@ class _Reader:
             self.refuse(f"{at}.schedule", "'serial', since S=0", schedule)
         if schedule == "fused" and shape.S % shape.I:
             self.refuse(f"{at}.schedule", f"another, since S={shape.S} is no multiple of I={shape.I}", schedule)
+        if schedule == "fused" and "+" in shape.kind:
+            self.refuse(f"{at}.schedule", f"another, since {shape.kind} is of two formats", schedule)
         one = one_launch(shape.kind, most, gemm1, gemm2)
         return Row(
             tokens=tokens,
@@ -187,7 +206,8 @@ class _Reader:
             schedules_us=self.times(value.get("schedules_us", {}), f"{at}.schedules_us", SCHEDULES),
         )
 
-    def tile(self, value: Any, at: str) -> Tile:
+    def tile(self, value: Any, at: str, kind: str) -> Tile:
+        """kind: of the product."""
         defaults = Tile._field_defaults
         needed = tuple(name for name in Tile._fields if name not in defaults)
         for name, number in self.object(value, at, needed, tuple(defaults)).items():
@@ -210,6 +230,12 @@ class _Reader:
             self.refuse(f"{at}.tail", "0, since it is persistent", tile.tail)
         if tile.persistent and tile.block_m != PERSISTENT_M:
             self.refuse(f"{at}.block_m", f"{PERSISTENT_M}, since it is persistent", tile.block_m)
+        if kind == "fp8" and tile.block_k != FP8_K:
+            self.refuse(f"{at}.block_k", f"{FP8_K}, since weights are {kind}", tile.block_k)
+        if kind.endswith("4bit") and tile.block_k < LEAST_4BIT_K:
+            self.refuse(f"{at}.block_k", f"at least {LEAST_4BIT_K}, since weights are {kind}", tile.block_k)
+        if (kind == "fp8" or kind.endswith("4bit")) and tile.tail:
+            self.refuse(f"{at}.tail", f"0, since weights are {kind}", tile.tail)
         return tile
 
     def times(self, value: Any, at: str, names: tuple[str, ...]) -> dict[str, float]:
@@ -259,11 +285,11 @@ def save_table(table: Table, path: str | os.PathLike[str]) -> None:
     """Writes the table beside `path` and moves it there, so that `path` always holds a whole one.
 
     Raises:
-        ValueError: it has a kind of product that tables do not know, such as those of quantised weights.
+        ValueError: it has a kind that no layer has.
     """
     for shape, _ in table.rows:
         if shape.kind not in KINDS:
-            raise ValueError(f"kind: expected one of {', '.join(KINDS)}, got {shape.kind!r}")
+            raise ValueError(f"kind: expected {_KINDS_ACCEPTED}, got {shape.kind!r}")
     path = Path(path)
     beside = path.with_name(f".{path.name}.{os.getpid()}")
     try:
