@@ -17,9 +17,9 @@ from unittest import mock
 
 import pytest
 import torch
-from cuda_path_cases import CONFIGS, SCHEDULES, make, on_the_cpu, same
+from cuda_path_cases import CONFIGS, SCHEDULES, make, on_the_cpu
 from gpu import Boom
-from layers import TOLERANCE, WAYS, error, make_layer, quantized, tensors_of
+from layers import TOLERANCE, WAYS, error, make_layer, quantized, same, tensors_of
 from torch import Tensor
 
 from dsmoe_op import MoEConfig, checks, cpu, cuda, dual_stream_moe_unfinalized, formats, kernels, reference, tuning
