@@ -43,19 +43,23 @@ def fuzz(max_examples: int) -> Any:
 
 @st.composite
 def layers(
-    draw: st.DrawFn, tokens: st.SearchStrategy[int], dtypes: tuple[torch.dtype, ...] = DTYPES, **sizes: int
-) -> dict[str, Any]:
-    """Arguments of `make_layer`, the seed of its numbers, how tensors lie, and what is bad about the routing."""
+    draw: st.DrawFn, tokens: st.SearchStrategy[int], dtypes: tuple[torch.dtype, ...] = DTYPES,
+    mix: tuple[str | None, str | None] = (None, None), **sizes: int,
+) -> dict[str, Any]:  # fmt: skip
+    """Arguments of `make_layer`, the seed of its numbers, how tensors lie, and what is bad about the routing.
+
+    `mix` are the formats of the routed and of the shared experts.
+    """
     flags = {name: draw(st.booleans()) for name in ("expert_bias", "shared_gate", "router_bias", "correction_bias")}
     way = draw(st.sampled_from(WAYS))
-    format = st.sampled_from([None, *formats.FORMATS])
-    routed, shared = draw(st.one_of(st.just((None, None)), st.tuples(format, format)))
-    if routed or shared:  # sizes of one block of fp8_block and of two, of some groups and of more
-        sizes |= {name: draw(st.sampled_from([size, 144])) for name, size in (("H", 48), ("I", sizes.get("I", 32)))}
-        sizes["S"] = 2 * sizes["I"]
+    routed, shared = mix
+    if routed or shared:  # one or two blocks of fp8_block, one or more groups, this way or that
+        H, I = sizes.get("H", 48), sizes.get("I", 32)
+        H, I = draw(st.sampled_from([(H, I), (144, I), (H, 144)]))
+        sizes |= {"H": H, "I": I, "S": 2 * I}
     flags["router_bias"] &= way == "router_weight"
     flags["correction_bias"] &= way != "topk_ids"
-    S = draw(st.sampled_from([0, sizes.get("S", 64)]))
+    S = draw(st.sampled_from([0, sizes.get("S", 64)][shared is not None and routed is None :]))
     flags["shared_gate"] &= S > 0
     on_input = draw(st.booleans())
     zero_experts = 0 if on_input else draw(st.sampled_from([0, 2, 4]))
@@ -95,6 +99,11 @@ def layers(
             "E_global": E_global,
         },
     }
+
+
+def beside(routed: str | None) -> st.SearchStrategy[str | None]:
+    """Formats of the shared expert, so that the layer has one."""
+    return st.sampled_from([name for name in (None, *formats.FORMATS) if name or routed])
 
 
 MOVABLE = {

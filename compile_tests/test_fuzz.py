@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from fuzz import DTYPES, check, definition, fuzz, layers, quantized_at_random
+from fuzz import DTYPES, beside, check, definition, fuzz, layers, quantized_at_random
 from hypothesis import given
 from hypothesis import strategies as st
 from layers import make_layer, same
@@ -16,16 +16,31 @@ from torch import Tensor
 from dsmoe_op import dual_stream_moe, formats
 
 
-@fuzz(300)
+@fuzz(200)
 @given(layers(st.integers(0, 40)))
 def test_any_layer_is_the_definition_within_its_roundings(counted, layer):
     check(layer, counted)
 
 
-@fuzz(12)
+@fuzz(8)
 @given(layers(st.integers(1000, 4096)))
 def test_any_layer_of_many_tokens_is_too(counted, layer):
     check(layer, counted)
+
+
+@pytest.mark.parametrize("routed", [None, *formats.FORMATS])
+@fuzz(16)
+@given(data=st.data())
+def test_any_quantised_layer_is_too(counted, routed, data):
+    """In any mix of formats."""
+    check(data.draw(layers(st.integers(0, 40), mix=(routed, data.draw(beside(routed))))), counted)
+
+
+@pytest.mark.parametrize("routed", [None, *formats.FORMATS])
+@fuzz(2)
+@given(data=st.data())
+def test_any_quantised_layer_of_many_tokens_is_too(counted, routed, data):
+    check(data.draw(layers(st.integers(1000, 4096), mix=(routed, data.draw(beside(routed))))), counted)
 
 
 # --- the bounds themselves: each way to mistake a scale is seen -------------------------------------------------------
