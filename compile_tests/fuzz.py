@@ -1,4 +1,4 @@
-"""Whole layers drawn at random: any knobs, tensors, strides, sizes and ways in, and routing at its worst.
+"""Whole layers drawn at random: any knobs, tensors, formats, strides, sizes and ways in, and routing at its worst.
 
 What a call routes to is held against the float64 definition in the rows whose choice hangs on no rounding, and what it
 computes for that routing in all rows, element by element, within the bounds of `bounds.py`.
@@ -88,8 +88,10 @@ def layers(
         "worst": draw(st.sampled_from(WORST)),
         "schedule": draw(st.sampled_from([s for s in checks.SCHEDULES if s != "fused" or routed == shared])),
         "formats": {
-            **{"routed": routed, "shared": shared if S else None},
-            **{"group": draw(st.sampled_from([32, 64, 128])), "zero_point": draw(st.sampled_from([True, False]))},
+            "routed": routed,
+            "shared": shared if S else None,
+            "group": draw(st.sampled_from([32, 64, 128])),
+            "zero_point": draw(st.sampled_from([True, False])),
         },
         "moved": draw(st.sets(st.sampled_from(sorted(MOVABLE)), max_size=4)),
         "make": {
@@ -175,7 +177,8 @@ def respelt(format: str, weight: formats.Quantised, experts: tuple[int, ...]) ->
     elif format == "fp8_tensor":
         scale = per_tensor(scale)
         one = torch.full((), 5 / 448)
-        input_scale = any_of(one, one.view(1), one * 2.0 ** torch.randint(-6, 1, experts or (1,)))
+        each = one * 2.0 ** torch.randint(-6, 1, experts or (1,))
+        input_scale = any_of(each, each, one, one.view(1))
     else:
         q = any_of(q, q.view(torch.int8))
         scale = any_of(scale, scale.view(torch.uint8)) if format == "mxfp4" else scale
