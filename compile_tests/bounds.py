@@ -4,6 +4,10 @@ A value comes with a bound of its error. A rounding to a dtype adds its unit of 
 additions in any order add 2n units of float32 times the sum of absolute values; a function adds what its slope makes of
 its argument's error. No bound is a guess: only constants that cover an implementation's own choices are rounded up.
 
+A quantised weight is exact, but for the roundings that make a number of it. Rows become fp8 numbers by steps that never
+fall where their argument rises, so what the two ends of an element's interval become encloses what it can become: the
+same number, as a rule, and one or the other neighbour where the error reaches over the middle between two.
+
 Suffixes as in `dsmoe_op/reference.py`.
 """
 
@@ -15,6 +19,16 @@ import torch
 from torch import Tensor
 
 from dsmoe_op import MoEConfig, reference
+from dsmoe_op.formats import (
+    E4M3,
+    FORMATS,
+    LARGEST_E4M3,
+    LEAST_AMAX,
+    Quantised,
+    dequantize,
+    quantised,
+    quantized_rows,
+)
 
 U32 = 2.0**-24
 SLOPE = 1.2  # of silu, gelu (either) and swiglu_oai's gate, whose steepest is 1.13
@@ -60,12 +74,14 @@ class Approx(NamedTuple):
         """Times an exact factor, without a rounding."""
         return Approx(self.value * factor, self.error * abs(factor))
 
-    def linear(self, weight: Tensor) -> Approx:
-        """The product with an exact weight [.., N, n], summed in float32."""
-        weight = weight.double()
-        n = weight.shape[-1]
-        error = self.error @ weight.mT.abs() + 2 * (n + 2) * U32 * (self.size @ weight.mT.abs())
-        return Approx(self.value @ weight.mT, error)
+    def linear(self, weight: Approx) -> Approx:
+        """The product with a weight [N, n], summed in float32, with up to n + 4 roundings beside those of the sum.
+
+        Few of them are taken: of a product, and of scales, which may be multiplied with what is summed or with the sum.
+        """
+        n = weight.value.shape[-1]
+        error = self.error @ weight.value.mT.abs() + self.size @ weight.error.mT
+        return Approx(self.value @ weight.value.mT, error + 2 * (n + 2) * U32 * (self.size @ weight.size.mT))
 
     def map(self, function: Any) -> Approx:
         """Of a function that only picks elements."""
@@ -94,6 +110,44 @@ def activation(h: Approx, config: MoEConfig, clamp: float | None, order: str) ->
     return Approx(value, acted.times(up).error)
 
 
+def numbers(config: MoEConfig, name: str, weight: Quantised, columns: int, dtype: torch.dtype) -> Approx:
+    """The weight of that name [R, K], of an expert or the shared one, as a product in `dtype` takes it."""
+    format = config.format_of(name)
+    if format is None:
+        return Approx.exact(weight.q)
+    options = {"halves": config.halves(name), "interleaved": config.interleaves(name)}
+    w = Approx.exact(dequantize(format, weight, columns, **options)).rounded(2 * U32)  # by scale and global scale
+    return w if FORMATS[format].activations else w.to(dtype)
+
+
+def fp8_rows(x: Approx, format: str, input_scale: Tensor | None, dtype: torch.dtype) -> Approx:
+    """As `formats.quantized_rows` of what lies within x's bounds and is a number of `dtype`.
+
+    The error is the width of the interval, so that both what a kernel has and what the definition has may lie anywhere
+    in it.
+    """
+    low, high = ((x.value + sign * x.error).to(dtype).float() for sign in (-1, 1))
+    value = quantized_rows(x.value.to(dtype), format, input_scale).double()
+    if input_scale is not None:
+        ends = [quantized_rows(end, format, input_scale) for end in (low, high)]
+        return Approx(value, (ends[1] - ends[0]).double())
+    columns = low.shape[-1]
+    size = 128 if FORMATS[format].activations == "block" else columns
+
+    def amax(t: Tensor) -> Tensor:
+        groups = torch.nn.functional.pad(t, (0, -columns % size)).unflatten(-1, (-1, size))
+        largest = groups.amax(-1).clamp(min=LEAST_AMAX)
+        return largest.repeat_interleave(size, -1)[..., :columns]
+
+    ends = []
+    amaxes = [amax(torch.maximum(low, -high).clamp(min=0)), amax(torch.maximum(low.abs(), high.abs()))]
+    largest = torch.full_like(low, LARGEST_E4M3)
+    for end, pick in ((low, torch.minimum), (high, torch.maximum)):
+        q = pick(*(end * (largest / a) for a in amaxes)).clamp(-LARGEST_E4M3, LARGEST_E4M3).to(E4M3).float()
+        ends.append(pick(*(q * (a / largest) for a in amaxes)))
+    return Approx(value, (ends[1] - ends[0]).double())
+
+
 def moe(
     hidden_states: Tensor,
     topk_ids: Tensor,
@@ -109,17 +163,29 @@ def moe(
     shared_gate: Tensor | None = None,
     num_valid_tokens: Tensor | None = None,
     expert_map: Tensor | None = None,
+    **scales: Tensor | None,
 ) -> Tensor:
     """The bound [T, H] of the layer's output for these ids and float32 weights, against `reference.moe`."""
     dtype = hidden_states.dtype
+    tensors = {"w13": w13, "w2": w2, "shared_w13": shared_w13, "shared_w2": shared_w2, **scales}
     x_TH = Approx.exact(hidden_states.reshape(-1, hidden_states.shape[-1]))
     T, H = x_TH.value.shape
 
-    def products(x: Approx, w13: Tensor, w2: Tensor, b13: Tensor | None, b2: Tensor | None, *how: Any) -> Approx:
-        h = x.linear(w13).to(dtype)
+    def product(x: Approx, name: str, expert: int | None) -> Approx:
+        format, weight = config.format_of(name), quantised(tensors, name)
+        weight = weight if expert is None else weight.expert(expert)
+        w = numbers(config, name, weight, x.value.shape[1], dtype)
+        if format is not None and FORMATS[format].activations:
+            x = fp8_rows(x, format, weight.input_scale, dtype)
+        return x.linear(w)
+
+    def products(
+        x: Approx, prefix: str, expert: int | None, b13: Tensor | None, b2: Tensor | None, *how: Any
+    ) -> Approx:  # fmt: skip
+        h = product(x, f"{prefix}w13", expert).to(dtype)
         h = h if b13 is None else h.plus(Approx.exact(b13))
         h = activation(h, config, *how).to(dtype)
-        y = h.linear(w2).to(dtype)
+        y = product(h, f"{prefix}w2", expert).to(dtype)
         return y if b2 is None else y.plus(Approx.exact(b2)).to(dtype)
 
     terms_TH = torch.zeros(T, H, dtype=torch.float64)  # bounds of the terms, and of how large they are
@@ -140,13 +206,13 @@ def moe(
             if config.apply_router_weight_on_input:
                 x, weight = x.times(weight).to(dtype), Approx.exact(torch.ones(1, 1))
             biases = (None if b is None else b[row] for b in (w13_bias, w2_bias))
-            y = products(x, w13[row], w2[row], *biases, config.clamp_routed, config.w13_order)
+            y = products(x, "", row, *biases, config.clamp_routed, config.w13_order)
             add(token, y.times(weight))
     terms_TH, sizes_TH = terms_TH * abs(config.scale_at_end), sizes_TH * abs(config.scale_at_end)
     if shared_w13 is not None and shared_w2 is not None:
-        shared = products(x_TH, shared_w13, shared_w2, None, None, config.clamp_shared, "gate_up")
+        shared = products(x_TH, "shared_", None, None, None, config.clamp_shared, "gate_up")
         if shared_gate is not None:
-            logit = x_TH.linear(shared_gate)
+            logit = x_TH.linear(Approx.exact(shared_gate))
             gate = torch.sigmoid(logit.value)
             shared = shared.times(Approx(gate, logit.error / 4 + FUNCTION * gate)).to(dtype)
         terms_TH, sizes_TH = terms_TH + shared.error, sizes_TH + shared.size
@@ -165,7 +231,7 @@ def logits_of(layer: dict[str, Any], x: Tensor) -> Approx:
         return Approx.exact(layer["router_logits"])
     config, x_TH = layer["config"], x.reshape(-1, x.shape[-1])
     bias = layer.get("router_bias")
-    product = Approx.exact(x_TH).linear(layer["router_weight"])
+    product = Approx.exact(x_TH).linear(Approx.exact(layer["router_weight"]))
     product = product if bias is None else product.plus(Approx.exact(bias))
     value = reference.compute_logits(x_TH, layer["router_weight"], bias, config)
     return Approx(value, _model_rounding(product, config.router_dtype, x.dtype).error)

@@ -1,4 +1,4 @@
-"""Whole layers drawn at random: any knobs, tensors, strides, sizes and ways in, and routing at its worst.
+"""Whole layers drawn at random: any knobs, tensors, formats, strides, sizes and ways in, and routing at its worst.
 
 What a call routes to is held against the float64 definition in the rows whose choice hangs on no rounding, and what it
 computes for that routing in all rows, element by element, within the bounds of `bounds.py`.
@@ -7,16 +7,26 @@ computes for that routing in all rows, element by element, within the bounds of 
 from __future__ import annotations
 
 import math
+import random
 from typing import Any
 
 import bounds
 import torch
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
-from layers import WAYS, make_layer, tensors_of
+from layers import WAYS, make_layer, quantized, same, tensors_of
 from torch import Tensor
 
-from dsmoe_op import MoEConfig, checks, config, dual_stream_moe, dual_stream_moe_unfinalized, finalize, reference
+from dsmoe_op import (
+    MoEConfig,
+    checks,
+    config,
+    dual_stream_moe,
+    dual_stream_moe_unfinalized,
+    finalize,
+    formats,
+    reference,
+)
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 WORST = ("plain", "one expert", "ties", "nan rows", "-inf rows", "underflow", "sentinels", "duplicates")
@@ -33,14 +43,23 @@ def fuzz(max_examples: int) -> Any:
 
 @st.composite
 def layers(
-    draw: st.DrawFn, tokens: st.SearchStrategy[int], dtypes: tuple[torch.dtype, ...] = DTYPES, **sizes: int
-) -> dict[str, Any]:
-    """Arguments of `make_layer`, the seed of its numbers, how tensors lie, and what is bad about the routing."""
+    draw: st.DrawFn, tokens: st.SearchStrategy[int], dtypes: tuple[torch.dtype, ...] = DTYPES,
+    mix: tuple[str | None, str | None] = (None, None), **sizes: int,
+) -> dict[str, Any]:  # fmt: skip
+    """Arguments of `make_layer`, the seed of its numbers, how tensors lie, and what is bad about the routing.
+
+    `mix` are the formats of the routed and of the shared experts.
+    """
     flags = {name: draw(st.booleans()) for name in ("expert_bias", "shared_gate", "router_bias", "correction_bias")}
     way = draw(st.sampled_from(WAYS))
+    routed, shared = mix
+    if routed or shared:  # one or two blocks of fp8_block, one or more groups, this way or that
+        H, I = sizes.get("H", 48), sizes.get("I", 32)
+        H, I = draw(st.sampled_from([(144, I), (H, 144), (H, I)]))  # hypothesis begins with the first of each
+        sizes |= {"H": H, "I": I, "S": 2 * I}
     flags["router_bias"] &= way == "router_weight"
     flags["correction_bias"] &= way != "topk_ids"
-    S = draw(st.sampled_from([0, sizes.get("S", 64)]))
+    S = draw(st.sampled_from([0, sizes.get("S", 64)][shared is not None and routed is None :]))
     flags["shared_gate"] &= S > 0
     on_input = draw(st.booleans())
     zero_experts = 0 if on_input else draw(st.sampled_from([0, 2, 4]))
@@ -49,7 +68,7 @@ def layers(
     n_group = draw(st.sampled_from([None, *(n for n in (2, 3, 4) if E_logits % n == 0)]))
     topk_group = None if n_group is None else draw(st.integers(1, n_group))
     eligible = E_logits if n_group is None else E_logits // n_group * topk_group
-    names = [name for name in config._CHOICES if not name.endswith("_format")]  # formats: test_formats.py
+    names = [name for name in config._CHOICES if not name.endswith("_format")]  # `quantized` sets these
     choices = {name: draw(st.sampled_from(config._CHOICES[name])) for name in names}
     knobs = MoEConfig(
         top_k=draw(st.integers(1, min(eligible, 6))),
@@ -67,7 +86,13 @@ def layers(
     return {
         "seed": draw(st.integers(0, 2**31 - 1)),
         "worst": draw(st.sampled_from(WORST)),
-        "schedule": draw(st.sampled_from(checks.SCHEDULES)),
+        "schedule": draw(st.sampled_from([s for s in checks.SCHEDULES if s != "fused" or routed == shared])),
+        "formats": {
+            "routed": routed,
+            "shared": shared if S else None,
+            "group": draw(st.sampled_from([32, 64, 128])),
+            "zero_point": draw(st.sampled_from([True, False])),
+        },
         "moved": draw(st.sets(st.sampled_from(sorted(MOVABLE)), max_size=4)),
         "make": {
             **{"T": T, "way": way, "config": knobs, "dtype": draw(st.sampled_from(dtypes)), **sizes, "S": S, **flags},
@@ -76,6 +101,11 @@ def layers(
             "E_global": E_global,
         },
     }
+
+
+def beside(routed: str | None) -> st.SearchStrategy[str | None]:
+    """Formats of the shared expert, so that the layer has one."""
+    return st.sampled_from([name for name in (None, *formats.FORMATS) if name or routed])
 
 
 MOVABLE = {
@@ -88,7 +118,7 @@ MOVABLE = {
 
 def moved(t: Tensor, how: str) -> Tensor:
     """The same values in other places, with garbage between them."""
-    garbage = math.nan if t.is_floating_point() else 10**6
+    garbage = math.nan if t.is_floating_point() else min(10**6, torch.iinfo(t.dtype).max)
     if how == "offset":
         room = t.new_full((t.numel() + 3,), garbage)
         return room[3:].view(t.shape).copy_(t)
@@ -97,6 +127,65 @@ def moved(t: Tensor, how: str) -> Tensor:
     step, pad = (2, 0) if how == "steps" else (1, 24)
     room = t.new_full((*t.shape[:-1], step * t.shape[-1] + pad), garbage)
     return room[..., : step * t.shape[-1] : step].copy_(t)
+
+
+def quantized_at_random(args: dict[str, Any], routed: str | None, shared: str | None, **options: Any) -> dict[str, Any]:
+    """The layer in these formats, its tensors in any dtypes, shapes and places that are taken.
+
+    Each 16 rows and columns of a weight are of a size of their own, and each half of it, so that scales differ.
+    """
+    prefixes = [prefix for prefix, format in (("", routed), ("shared_", shared)) if format and f"{prefix}w13" in args]
+    args = dict(args)
+    for name in (f"{prefix}{weight}" for prefix in prefixes for weight in ("w13", "w2")):
+        w = args[name]
+        *experts, rows, columns = w.shape
+        sizes = 2.0 ** torch.randint(-2, 3, (*experts, -(-rows // 16), -(-columns // 16)))
+        sizes = sizes.repeat_interleave(16, -2).repeat_interleave(16, -1)[..., :rows, :columns]
+        sizes = sizes * 4.0 ** torch.randint(-1, 2, (*experts, 2, 1)).repeat_interleave(rows // 2, -2)
+        args[name] = w * sizes.to(w.dtype)
+    int4 = options if "int4" in (routed, shared) else {}
+    new = quantized(args, routed, shared, **int4)
+    for name in (f"{prefix}{weight}" for prefix in prefixes for weight in ("w13", "w2")):
+        format = new["config"].format_of(name)
+        parts = respelt(format, formats.quantised(new, name), new[name].shape[:-2])
+        for suffix, t in zip(formats.SUFFIXES, parts, strict=True):
+            if t is not None:
+                new[name + suffix] = moved(t, "offset") if random.random() < 0.5 else t
+    return new
+
+
+def respelt(format: str, weight: formats.Quantised, experts: tuple[int, ...]) -> formats.Quantised:
+    """The same numbers in other dtypes and shapes, or about the same where a scale takes a smaller dtype."""
+    q, scale, zero_point, global_scale, input_scale = weight
+
+    def any_of(*ways: Tensor) -> Tensor:
+        return random.choice(ways)
+
+    def per_tensor(t: Tensor) -> Tensor:
+        return any_of(t, t[..., :1], t[..., 0]) if t.dim() > len(experts) else any_of(t, t.unsqueeze(-1))
+
+    if format == "int4":
+        q, scale = any_of(q, q.view(torch.int32)), any_of(scale, scale.bfloat16(), scale.half())
+        if zero_point is not None:
+            rows = formats.unpack_rows(zero_point, 2 * zero_point.shape[-2], torch.uint8)
+            zero_point = any_of(zero_point, formats.pack_rows(rows, torch.int32))
+    elif format == "fp8_block":
+        powers = scale.to(formats.E8M0)
+        scale = any_of(scale, powers, powers.view(torch.uint8))
+    elif format == "fp8_channel":
+        scale = any_of(scale, scale.bfloat16())
+    elif format == "fp8_tensor":
+        scale = per_tensor(scale)
+        one = torch.full((), 5 / 448)
+        each = one * 2.0 ** torch.randint(-6, 1, experts or (1,))
+        input_scale = any_of(each, each, one, one.view(1))
+    else:
+        q = any_of(q, q.view(torch.int8))
+        scale = any_of(scale, scale.view(torch.uint8)) if format == "mxfp4" else scale
+        global_scale = None if global_scale is None else per_tensor(global_scale)
+    return formats.Quantised(
+        *(None if t is None else t.contiguous() for t in (q, scale, zero_point, global_scale, input_scale))
+    )
 
 
 def drawn(layer: dict[str, Any]) -> tuple[Tensor, dict[str, Any]]:
@@ -128,8 +217,11 @@ def drawn(layer: dict[str, Any]) -> tuple[Tensor, dict[str, Any]]:
             routed[some] = -math.inf
         elif worst == "underflow":
             routed.sub_(200.0)
-    args = {"hidden_states": x, **args}
+    random.seed(layer["seed"])
+    args = {"hidden_states": x, **quantized_at_random(args, **layer["formats"])}
     for name in sorted(layer["moved"] & args.keys()):
+        if name + "_scale" in args:  # quantised, and laid out by now
+            continue
         args[name] = moved(args[name], MOVABLE[name][layer["seed"] % len(MOVABLE[name])])
     return args.pop("hidden_states"), args
 
@@ -174,14 +266,19 @@ def check(layer: dict[str, Any], counted: Any) -> None:
         counted("rows of random layers with the routing of float64", check_routing(x, args, pieces))
         ids, weights = pieces.topk_ids, pieces.topk_weights
     for name, t in tensors_of(x, args).items():
-        torch.testing.assert_close(t, given[name], rtol=0, atol=0, equal_nan=True)
+        assert same(t, given[name]), name
 
-    ways = ("router_weight", "router_bias", "correction_bias", "router_logits", "topk_ids", "topk_weights")
-    rest = {name: value for name, value in args.items() if name not in (*ways, "schedule")}
-    want = reference.moe(x, topk_ids=ids, topk_weights=weights, **rest)
-    bound = bounds.moe(x, ids, weights, **rest)
+    want, bound = definition(x, ids, weights, args)
     finite = want.isfinite() & bound.isfinite()
     assert ((out - want).abs() <= bound)[finite].all()
     is_calm = x.isfinite().all(1) & (weights.abs() < 10).all(1)
     assert finite[is_calm].all()
-    counted("random layers held against the float64 definition")
+    kind = "random layers" if knobs.routed_format is knobs.shared_format is None else "random quantised layers"
+    counted(f"{kind} held against the float64 definition")
+
+
+def definition(x: Tensor, ids: Tensor, weights: Tensor, args: dict[str, Any]) -> tuple[Tensor, Tensor]:
+    """[T, H] twice, float64: what the definition says for that routing, and how far off a layer may be."""
+    ways = ("router_weight", "router_bias", "correction_bias", "router_logits", "topk_ids", "topk_weights")
+    rest = {name: value for name, value in args.items() if name not in (*ways, "schedule")}
+    return reference.moe(x, topk_ids=ids, topk_weights=weights, **rest), bounds.moe(x, ids, weights, **rest)

@@ -143,6 +143,12 @@ def routing_of(layer: dict[str, Any]) -> dict[str, Any]:
     return {name: layer[name] for name in names if name in layer}
 
 
+def same(a: Tensor, b: Tensor) -> bool:
+    """The same bits; a NaN equals itself."""
+    bits = (t.clone(memory_format=torch.contiguous_format).view(-1).view(torch.uint8) for t in (a, b))
+    return a.shape == b.shape and torch.equal(*bits)
+
+
 def error(out: Tensor, expected: Tensor) -> float:
     """Norm of the difference relative to the norm of what is expected; 0 for empty tensors that agree in shape."""
     assert out.shape == expected.shape

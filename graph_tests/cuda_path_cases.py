@@ -14,7 +14,7 @@ from typing import ClassVar
 
 import pytest
 import torch
-from layers import TOLERANCE, WAYS, error, make_layer, quantized, tensors_of
+from layers import TOLERANCE, WAYS, error, make_layer, quantized, same, tensors_of
 from torch import Tensor
 
 from dsmoe_op import MoEConfig, checks, cuda, formats, reference, streams, tuning
@@ -105,11 +105,6 @@ class Run:
     def pieces(self) -> tuple[Tensor, ...]:
         c = self.call
         return c.y, c.slot_ids, c.slot_weights, c.rows.row_of_TK, c.shared
-
-
-def same(a: Tensor, b: Tensor) -> bool:
-    """The same bits; a NaN equals itself."""
-    return a.shape == b.shape and torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))
 
 
 @pytest.mark.parametrize("way", WAYS)

@@ -17,12 +17,12 @@ from unittest import mock
 
 import pytest
 import torch
-from cuda_path_cases import CONFIGS, SCHEDULES, make, on_the_cpu, same
+from cuda_path_cases import CONFIGS, SCHEDULES, make, on_the_cpu
 from gpu import Boom
-from layers import TOLERANCE, WAYS, error, make_layer, tensors_of
+from layers import TOLERANCE, WAYS, error, make_layer, quantized, same, tensors_of
 from torch import Tensor
 
-from dsmoe_op import MoEConfig, checks, cpu, cuda, dual_stream_moe_unfinalized, kernels, reference, tuning
+from dsmoe_op import MoEConfig, checks, cpu, cuda, dual_stream_moe_unfinalized, formats, kernels, reference, tuning
 from dsmoe_op import schedule as schedules
 from dsmoe_op.checks import LAYER_FIELDS, Layer
 from dsmoe_op.kernels.launch import INTERPRET
@@ -42,7 +42,10 @@ class Poison(NamedTuple):
     byte: int
 
     def fill(self, tensor: Tensor) -> None:
-        tensor.fill_(self.number if tensor.is_floating_point() else self.integer)
+        if tensor.itemsize == 1:
+            tensor.view(torch.uint8).fill_(self.byte)
+        else:
+            tensor.fill_(self.number if tensor.is_floating_point() else self.integer)
 
     def bits(self, tensor: Tensor) -> Tensor:
         """One value of the tensor's dtype as `bits_of` has it."""
@@ -56,7 +59,7 @@ SECOND = Poison(-float("inf"), -1_000_000_009, 0xFF)
 
 
 def bits_of(tensor: Tensor) -> Tensor:
-    return tensor.contiguous().view({2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.itemsize])
+    return tensor.contiguous().view({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.itemsize])
 
 
 class Memory:
@@ -155,9 +158,14 @@ class Guard:
 # --- a call under guard -----------------------------------------------------------------------------------------------
 
 
-def strides(name: str, t: Tensor) -> tuple[int, ...]:
+WEIGHTS = ("w13", "w2", "shared_w13", "shared_w2")
+QUANTISED = [weight + suffix for weight in WEIGHTS for suffix in formats.SUFFIXES]
+
+
+def strides(name: str, t: Tensor, config: MoEConfig) -> tuple[int, ...]:
     """Such as kernels take without a copy: longer rows, or the transposed ones."""
-    if name in cuda._CONTIGUOUS or t.dim() < 2:
+    is_quantised = name in QUANTISED and config.format_of(name) is not None
+    if name in cuda._CONTIGUOUS or is_quantised or t.dim() < 2:
         return t.stride()
     *outer, rows, width = t.shape
     kinds = ["rows", "longer rows", *(["columns", "longer columns"] if name in TRANSPOSABLE else [])]
@@ -168,7 +176,7 @@ def strides(name: str, t: Tensor) -> tuple[int, ...]:
     return (*(step * other for _ in outer), *inner)
 
 
-TRANSPOSABLE = ("w13", "w2", "shared_w13", "shared_w2", "topk_ids", "topk_weights")
+TRANSPOSABLE = (*WEIGHTS, "topk_ids", "topk_weights")
 PIECES = ("y", "slot_ids", "slot_weights", "row_of", "shared")
 
 
@@ -185,7 +193,7 @@ class Call:
             slots = (T, self.config.top_k)
             sizes, dtypes = ((N, H), slots, slots, slots, (shared_T, H)), (torch.int32, torch.float32, torch.int32)
             new = list(zip(PIECES, sizes, (x.dtype, *dtypes, x.dtype), strict=True))
-        specs = [(name, t.shape, strides(name, t), t.dtype) for name, t in given.items()]
+        specs = [(name, t.shape, strides(name, t, self.config), t.dtype) for name, t in given.items()]
         specs += [(name, size, torch.empty(size, device="meta").stride(), dtype) for name, size, dtype in new]
         places, end = [], ROOM
         for _, size, stride, dtype in specs:
@@ -256,19 +264,62 @@ def test_a_launch_touches_what_its_schedule_says_and_nothing_else(kinds, counted
     kinds(one_launch=one_launch, one_chunk=random.random() < 0.5)
     name = list(CONFIGS)[CASES.index((schedule, way, one_launch, finalized)) % len(CONFIGS)]
     dtype = random.choice((torch.float32, torch.float16))
-    x, args = make(name, way, dtype)
-    while dual_stream_moe_unfinalized(x, **args).row_of.max() < 0:  # no expert of this rank was chosen
-        x, args = make(name, way, dtype)
+    launches, found = held(*with_rows(name, way, dtype), schedule, lambda launch: True, finalized=finalized)
+    assert found < TOLERANCE[dtype]
+    counted("launches held against what they declare", launches)
+
+
+def with_rows(name: str, way: str, dtype: torch.dtype, **options: int) -> tuple[Tensor, dict]:
+    """A layer of that config in which some expert of this rank is chosen."""
+    x, args = make(name, way, dtype, **options)
+    while dual_stream_moe_unfinalized(x, **args).row_of.max() < 0:
+        x, args = make(name, way, dtype, **options)
+    return x, args
+
+
+def held(
+    x: Tensor, args: dict, schedule: str, which: Callable[[Launch], object], *, finalized: bool
+) -> tuple[int, float]:
+    """Holds such launches of a call against their declarations; how many, and the error of the layer."""
+    some = []
 
     def execute(steps: tuple[Step, ...], guard: Guard) -> None:
         for launch in (step for step in steps if isinstance(step, Launch)):
-            assert guard.problems(launch) == []
-            counted("launches held against what they declare")
+            if which(launch):
+                assert guard.problems(launch) == []
+                some.append(launch)
+            else:
+                guard.issue(launch.name)
 
     outputs = Call(x, args, schedule, finalized=finalized).run(execute)
     assert not any((bits_of(t) == SECOND.bits(t)).any() for t in outputs if t.numel())
     out = outputs[0] if finalized else cpu.finalize(*outputs, x, args["config"])
-    assert error(out, reference.moe(x, **args)) < TOLERANCE[dtype]
+    return len(some), error(out, reference.moe(x, **args))
+
+
+FORMATS = (*((name, name) for name in formats.FORMATS), ("int4", None), ("nvfp4", "fp8_block"))
+"""Of the routed and of the shared experts."""
+ZERO_POINTS = {"int4": {"zero_point": True}}
+
+
+def quantised_reads(launch: Launch) -> list[str]:
+    return [name for name in launch.reads if name in QUANTISED]
+
+
+@pytest.mark.parametrize("T", [5, 66])  # up to 16 rows of an expert have another tile than more
+@pytest.mark.parametrize(("routed", "shared"), FORMATS)
+def test_a_launch_with_quantised_weights_touches_what_its_schedule_says_and_nothing_else(
+    kinds, counted, routed, shared, T
+):
+    """No scale or zero point that it does not declare, and nothing before the first one or after the last."""
+    kinds(one_launch=False, one_chunk=random.random() < 0.5)
+    name, dtype = random.choice(list(CONFIGS)), random.choice((torch.float32, torch.float16))
+    schedule = random.choice(SCHEDULES if routed == shared else SCHEDULES[:3])
+    x, args = with_rows(name, "topk_ids", dtype, T=T, H=144)
+    args = quantized(args, routed, shared, **ZERO_POINTS.get(routed, {}))
+    launches, found = held(x, args, schedule, quantised_reads, finalized=random.random() < 0.5)
+    assert found < 2e-2, (schedule, name, dtype)
+    counted("launches with quantised weights held against what they declare", launches)
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
@@ -297,7 +348,7 @@ def test_a_call_after_one_that_an_exception_ended_computes_the_same_bits(monkeyp
 def lies_about(launch: Launch, names: set[str], guard: Guard) -> Iterator[Launch]:
     """Declarations that lack one tensor, or name one too many."""
     for name in launch.reads:
-        if guard.tensors[name].is_floating_point():  # an integer of poison would be a place in memory
+        if guard.tensors[name].dtype not in (torch.int32, torch.int64):  # which of poison would be places in memory
             yield dataclasses.replace(launch, reads=tuple(n for n in launch.reads if n != name))
     for name in launch.writes:
         yield dataclasses.replace(launch, writes=tuple(n for n in launch.writes if n != name))
@@ -332,6 +383,26 @@ def test_a_declaration_that_lies_is_seen(kinds, counted, schedule) -> None:
 
 UNUSED = [("gemm1", {"slot_weights"}), ("fused_gemm1", {"slot_weights"})]
 """What a launch reads with other configs than that one's."""
+
+
+@pytest.mark.parametrize(("routed", "shared"), FORMATS)
+def test_a_scale_or_zero_point_that_is_not_declared_is_seen(kinds, counted, routed, shared) -> None:
+    kinds(one_launch=False, one_chunk=True)
+    x, args = make("deepseek", "topk_ids", torch.float16)
+    args = quantized(args, routed, shared, **ZERO_POINTS.get(routed, {}))
+
+    def execute(steps: tuple[Step, ...], guard: Guard) -> None:
+        for launch in steps:
+            assert isinstance(launch, Launch)
+            for name in {*quantised_reads(launch)} - {*WEIGHTS}:
+                before = guard.snapshot()
+                lie = dataclasses.replace(launch, reads=tuple(n for n in launch.reads if n != name))
+                assert guard.problems(lie) != [], (launch.name, name)
+                counted("false declarations of scales and zero points seen")
+                guard.restore(before)
+            guard.issue(launch.name)
+
+    Call(x, args, "fused" if routed == shared else "serial", finalized=True).run(execute)
 
 
 def toy(issue: Callable[[dict[str, Tensor], Memory], None]) -> list[str]:

@@ -6,7 +6,8 @@ import dataclasses
 import functools
 import itertools
 import random
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from typing import NamedTuple
 from unittest import mock
 
 import gpu
@@ -15,6 +16,7 @@ import torch
 from gpu import Boom
 
 from dsmoe_op import streams
+from dsmoe_op.formats import FORMATS, SUFFIXES
 from dsmoe_op.schedule import FORK, JOIN, Launch, Step, Wait, execute, plan, resolve
 from dsmoe_op.testing import check_schedule
 
@@ -44,24 +46,85 @@ Plan = tuple[tuple[Step, ...], set[str], tuple[str, ...]]
 
 @functools.cache
 def plans(*schedules: str) -> tuple[Plan, ...]:
-    """(steps, inputs, outputs) of every layer that these schedules can run."""
-    found: dict[tuple[Step, ...], Plan] = {}
-    for schedule, shared in itertools.product(schedules, (True, False)):
-        for present in presents(shared=shared):
-            for zero_experts, finalized, alt_first, one_chunk, one in itertools.product((False, True), repeat=5):
-                steps = plan(
-                    resolve(schedule, has_shared=shared),
-                    present,
-                    zero_experts=zero_experts,
-                    finalized=finalized,
-                    alt_first=alt_first,
-                    one_chunk=one_chunk,
-                    one_launch=one,
-                )
-                outputs = ("out",) if finalized else (*UNFINALIZED, *(("shared",) if shared else ()))
-                found[steps] = (steps, {*ALWAYS, *present}, outputs)
-    return tuple(found.values())
+    """(steps, inputs, outputs) of every layer that these schedules can run, its weights not quantised."""
+    return _distinct(
+        plan_of(schedule, present, one_launch=one_launch, **options)
+        for schedule, shared in itertools.product(schedules, (True, False))
+        for present, one_launch, options in itertools.product(presents(shared=shared), (False, True), OTHERS)
+    )
 
+
+@functools.cache
+def quantised_plans() -> tuple[Plan, ...]:
+    """The same in every mix of formats and every schedule. Their products are never one launch."""
+    return _distinct(
+        plan_of(schedule, present | of_formats, **options)
+        for schedule, shared in itertools.product(ALL, (True, False))
+        for of_formats in dict.fromkeys(mix.tensors for mix in mixes(schedule, shared=shared))
+        for present, options in itertools.product(presents(shared=shared), OTHERS)
+    )
+
+
+def drawn_plans() -> Iterator[Plan]:
+    """Each mix of formats in each schedule, with a way in and options drawn for it."""
+    for schedule, shared in itertools.product(ALL, (True, False)):
+        for mix in mixes(schedule, shared=shared):
+            present = random.choice([*presents(shared=shared)])
+            yield plan_of(schedule, present | mix.tensors, **random.choice(OTHERS))
+
+
+def plan_of(schedule: str, present: frozenset[str], **options: bool) -> Plan:
+    shared = "shared_w13" in present
+    steps = plan(resolve(schedule, has_shared=shared), present, **options)
+    outputs = ("out",) if options["finalized"] else (*UNFINALIZED, *(("shared",) if shared else ()))
+    return steps, {*ALWAYS, *present}, outputs
+
+
+def _distinct(found: Iterable[Plan]) -> tuple[Plan, ...]:
+    return tuple({steps: (steps, *rest) for steps, *rest in found}.values())
+
+
+OTHERS = [
+    dict(zip(("zero_experts", "finalized", "alt_first", "one_chunk"), flags, strict=True))
+    for flags in itertools.product((False, True), repeat=4)
+]
+
+
+class Mix(NamedTuple):
+    """Formats of the routed and the shared experts, and the tensors that their weights then have beside themselves."""
+
+    routed: str | None
+    shared: str | None
+    tensors: frozenset[str]
+
+
+def mixes(schedule: str, *, shared: bool) -> Iterator[Mix]:
+    """Those of a schedule that have some format; "fused" takes the same one twice."""
+    for one, two in itertools.product(KINDS, KINDS if shared else [NOT_QUANTISED]):
+        if (one[0] or two[0]) and (one[0] == two[0] or not shared or schedule != "fused"):
+            names = [w + suffix for w in ("w13", "w2") for suffix in one[1]]
+            names += [w + suffix for w in SHARED for suffix in two[1]]
+            yield Mix(one[0], two[0], frozenset(names))
+
+
+NOT_QUANTISED: tuple[None, tuple[str, ...]] = (None, ())
+KINDS = [
+    NOT_QUANTISED,
+    *(
+        (
+            name,
+            (
+                "_scale",
+                *["_zero_point"] * has_zero_point,
+                *["_global_scale"] * format.has_global_scale,
+                *["_input_scale"] * (format.activations == "tensor"),
+            ),
+        )
+        for name, format in FORMATS.items()
+        for has_zero_point in {False, format.may_have_zero_point}
+    ),
+]
+"""Formats, and what tensors a weight has in them, by the ends of their names."""
 
 ALL = ("serial", "dual", "dual_shared_main", "fused")
 TWO_STREAMS = ("dual", "dual_shared_main")
@@ -191,11 +254,23 @@ def test_the_layer_of_the_gpu_tests_has_the_launches_that_they_name() -> None:
         assert tuple(s.name for s in launches(steps)) == names
 
 
+def test_a_launch_that_reads_a_weight_reads_all_its_tensors_and_no_other_launch_reads_one(counted) -> None:
+    for steps, inputs, _ in quantised_plans():
+        for launch in launches(steps):
+            for weight in (*ALWAYS[1:], *SHARED):
+                tensors = {weight + suffix for suffix in SUFFIXES} & inputs
+                assert tensors & {*launch.reads} == (tensors if weight in launch.reads else set()), launch
+                counted("reads of quantised weights' tensors", len(tensors) if weight in launch.reads else 0)
+
+
 def test_no_timing_of_the_streams_changes_a_result(counted) -> None:
-    for steps, inputs, outputs in plans(*ALL):
+    for steps, inputs, outputs in (*plans(*ALL), *quantised_plans()):
         assert check_schedule(steps, inputs, outputs) == []
     assert len(plans(*ALL)) > 500
+    assert len(quantised_plans()) > 10_000
     counted("schedules proved free of races", len(plans(*ALL)))
+    counted("schedules of quantised layers proved so too", len(quantised_plans()))
+    counted("mixes of formats in these", len({mix[:2] for mix in mixes("dual", shared=True)}))
 
 
 def cut_short(steps: tuple[Step, ...]) -> Iterator[tuple[Step, ...]]:
@@ -218,7 +293,7 @@ def cut_short(steps: tuple[Step, ...]) -> Iterator[tuple[Step, ...]]:
 
 def test_a_layer_that_an_exception_ends_is_free_of_races_too(counted) -> None:
     """The streams are joined, or memory that the side stream still writes would be given away."""
-    for steps, inputs, _ in plans(*ALL):
+    for steps, inputs, _ in (*plans(*ALL), *drawn_plans()):
         for issued in cut_short(steps):
             assert check_schedule(issued, inputs) == []
             assert issued[:-1] == steps[: len(issued) - 1]  # the last may be the join
@@ -327,14 +402,15 @@ MUTATIONS = [
 
 @pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda m: m.__name__)
 def test_the_checker_catches(mutation, counted) -> None:
-    seen = missed = 0
-    for steps, inputs, outputs in plans(*ALL):
-        for spoilt in mutation(steps, inputs):
-            seen += 1
-            missed += not check_schedule(spoilt, inputs, () if mutation is unjoined_exceptions else outputs)
-    assert seen > 100
-    assert missed == 0
-    counted("mutations of schedules, all caught", seen)
+    for what, some in (("schedules", plans(*ALL)), ("schedules of quantised layers", drawn_plans())):
+        seen = missed = 0
+        for steps, inputs, outputs in some:
+            for spoilt in mutation(steps, inputs):
+                seen += 1
+                missed += not check_schedule(spoilt, inputs, () if mutation is unjoined_exceptions else outputs)
+        assert seen > 100
+        assert missed == 0
+        counted(f"mutations of {what}, all caught", seen)
 
 
 class Race(Exception):
