@@ -207,7 +207,7 @@ class _Plan:
         tiles, auto = tuning.layer_choice(shape, dims.T, tables)
         resolve = functools.partial(schedules.resolve, call.schedule, has_shared=dims.S > 0)
         options: dict[str, Any] = {"zero_experts": config.num_zero_experts > 0, "finalized": finalized}
-        options["coded_rows"] = _coded_rows(config, dims)
+        options["coded_rows"] = frozenset(schedules.coded_rows(config, has_shared=dims.S > 0))
         one_chunk = kernels.num_chunks(dims.T * dims.K, alone=True) == 1
         self.steps = schedules.plan(
             resolve(auto=auto), present, **options, one_chunk=one_chunk, one_launch=tiles.one_launch
@@ -279,8 +279,8 @@ def _buffers(
     if layer.router_weight is not None:
         splits = kernels.router_splits(T, layer.hidden_states.dtype, layer.router_weight)
         inside.append(("logits", (splits, T, E_routing + config.num_zero_experts), f32))
-    if _coded_rows(config, dims):
-        groups = () if _activations(config, dims)[0] == "token" else (math.ceil(H / formats.GROUP),)
+    if codes := schedules.coded_rows(config, has_shared=S > 0):
+        groups = () if "token" in codes.values() else (math.ceil(H / formats.GROUP),)
         inside += [("x_codes", (T, H), formats.E4M3), ("x_scales", (T, *groups), f32)]
     inside += [
         ("counters", (kernels.num_counters(N, E),), i32),
@@ -346,28 +346,6 @@ def _coded(layer: Layer, name: str, dims: Dims, config: MoEConfig) -> kernels.Co
     rows, columns = (halves * width, dims.H) if name.endswith("w13") else (dims.H, width)
     parts = formats.quantised(layer._asdict(), name)
     return kernels.coded(format, parts, rows, columns, halves, config.interleaves(name))
-
-
-def _activations(config: MoEConfig, dims: Dims) -> list[str]:
-    """How the branches' formats quantise rows, where they find it out from the rows: the routed branch's first."""
-    names = [config.routed_format, *([config.shared_format] if dims.S else [])]
-    found = [None if name is None else formats.FORMATS[name].activations for name in names]
-    return [one for one in found if one in ("block", "token")]
-
-
-def _coded_rows(config: MoEConfig, dims: Dims) -> frozenset[str]:
-    """The branches whose hidden_states become fp8 in one launch for both (`schedule.plan`).
-
-    Where they differ in how, the shared expert's products make their own; where routing weights come first, each slot's
-    row is another.
-    """
-    some = _activations(config, dims)
-    if not some or config.apply_router_weight_on_input:
-        return frozenset()
-    names = (("routed", config.routed_format), ("shared", config.shared_format if dims.S else None))
-    return frozenset(
-        branch for branch, name in names if name is not None and formats.FORMATS[name].activations == some[0]
-    )
 
 
 def _check_gpu(config: MoEConfig, device: torch.device) -> None:

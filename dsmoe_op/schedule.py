@@ -16,7 +16,8 @@ import torch
 
 from dsmoe_op import ranges, streams
 from dsmoe_op.checks import LAYER_FIELDS
-from dsmoe_op.formats import SUFFIXES
+from dsmoe_op.config import MoEConfig
+from dsmoe_op.formats import FORMATS, SUFFIXES
 
 StreamName = Literal["main", "alt"]
 
@@ -55,6 +56,21 @@ def resolve(schedule: str, *, has_shared: bool, auto: str = "dual") -> str:
     if not has_shared:
         return "serial"
     return auto if schedule == "auto" else schedule
+
+
+def coded_rows(config: MoEConfig, *, has_shared: bool) -> dict[str, str]:
+    """The branches whose hidden_states become fp8 numbers in a launch for both, and over what: "block" or "token".
+
+    Where the branches' formats differ in that, the shared expert's products make their own. Where routing weights come
+    first, each slot's row is another, and where a format has a static scale there is nothing to find out.
+    """
+    names = {"routed": config.routed_format, "shared": config.shared_format if has_shared else None}
+    activations = {branch: FORMATS[name].activations for branch, name in names.items() if name is not None}
+    found = {branch: over for branch, over in activations.items() if over in ("block", "token")}
+    if config.apply_router_weight_on_input:
+        return {}
+    first = next(iter(found.values()), None)
+    return {branch: over for branch, over in found.items() if over == first}
 
 
 @functools.lru_cache(maxsize=256)

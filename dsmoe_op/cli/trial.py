@@ -10,7 +10,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from dsmoe_op import cuda, dual_stream_moe, tuning
+from dsmoe_op import cuda, dual_stream_moe, schedule, tuning
 from dsmoe_op.checks import Layer
 from dsmoe_op.cli import candidates, compiling, timing
 from dsmoe_op.cli.candidates import Candidates
@@ -46,6 +46,7 @@ class Trial:
         for i, buffers in enumerate(self._buffers):
             buffers["taken"] = self._taken[i, :1]
         self._routed: dict[tuple[int, int], list[cuda._Call]] = {}
+        self._codes = schedule.coded_rows(self.config, has_shared=self.dims.S > 0)
 
     def _made(self, layer: Layer, tiles: LayerTiles, *names: str) -> dict[str, Tensor]:
         inside, outputs = cuda._buffers(layer, self.dims, self.config, tiles, True)
@@ -65,6 +66,8 @@ class Trial:
             for layer, buffers in zip(self.layers, self._buffers, strict=True):
                 own = self._made(layer, tiles, "blocks")
                 call = cuda._Call(layer, self.dims, self.config, buffers | own, tiles, False)
+                if self._codes:
+                    call.issue("quantize")
                 call.issue("router")
                 call.issue("choose_order")
                 made.append(call)

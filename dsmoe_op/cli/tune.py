@@ -287,7 +287,8 @@ def _free() -> None:
 
 def _product_jobs(shape: Shape, tokens: Sequence[int]) -> list[Job]:
     """The products' launches one by one, and what they need before them."""
-    before = ["router", "choose_order", *(["gate"] if shape.S and shape.shared_gate else [])]
+    codes = schedules.coded_rows(shape.config, has_shared=shape.S > 0)
+    before = ["quantize"] * bool(codes) + ["router", "choose_order"] + ["gate"] * bool(shape.S and shape.shared_gate)
     jobs = [Job(shape, name, None) for name in before]
     for T in tokens:
         jobs += [Job(shape, name, tile) for name, some in candidates.tiles(shape, T).items() for tile in some]
@@ -303,7 +304,12 @@ def _layer_jobs(shape: Shape, choices: Sequence[Choice], overlaps: bool) -> list
     jobs = []
     for tiles, schedule in choices:
         steps = schedules.plan(
-            schedule, _present(shape), zero_experts=False, finalized=True, one_launch=tiles.one_launch
+            schedule,
+            _present(shape),
+            zero_experts=False,
+            finalized=True,
+            one_launch=tiles.one_launch,
+            coded_rows=frozenset(schedules.coded_rows(shape.config, has_shared=shape.S > 0)),
         )
         for step in steps:
             if isinstance(step, schedules.Launch):
