@@ -160,6 +160,7 @@ def test_each_gpu_of_a_trace_is_shown_alone(show: Any, tmp_path: pathlib.Path) -
 TENSORS = ("router_weight", "shared_w13", "shared_w2", "shared_gate", "correction_bias")
 WAYS = {"router_weight": ("router_weight",), "router_logits": ("router_logits",), "topk": ("topk_ids", "topk_weights")}
 KERNELS = {
+    "quantize": ("_quantize_rows",),
     "router": ("_router_logits",),
     "zero": ("_zero",),
     **dict.fromkeys(("choose_order", "choose", "order"), ("_route",)),
@@ -175,14 +176,17 @@ KERNELS = {
 def plans() -> list[tuple[str, tuple[schedules.Step, ...]]]:
     """Each schedule's steps in each form that ends with the sum."""
     found = []
-    options = itertools.product(("serial", "dual", "dual_shared_main", "fused"), WAYS, (False, True), (False, True))
-    for schedule, way, gate, one_launch in options:
+    codes = (frozenset(), frozenset({"routed", "shared"}))
+    options = itertools.product(
+        ("serial", "dual", "dual_shared_main", "fused"), WAYS, (False, True), (False, True), codes
+    )
+    for schedule, way, gate, one_launch, coded_rows in options:
         shared = ("shared_w13", "shared_w2", *(("shared_gate",) if gate else ()))
         for present in ((*WAYS[way], *shared), *((WAYS[way],) if schedule == "serial" else ())):
             for one_chunk, alt_first in itertools.product((False, True), (False, True)):
                 steps = schedules.plan(
                     schedule, frozenset(present), zero_experts=False, finalized=True, one_chunk=one_chunk,
-                    alt_first=alt_first, one_launch=one_launch,
+                    alt_first=alt_first, one_launch=one_launch, coded_rows=coded_rows,
                 )  # fmt: skip
                 found.append((schedule, steps))
     return found
@@ -246,7 +250,7 @@ def test_work_of_others_between_is_none_of_the_parts() -> None:
 
 def test_the_kernels_that_are_looked_for_are_the_ops() -> None:
     there = set()
-    for module in ("router", "route", "gate", "gemm", "gemm2_persistent", "experts", "finalize"):
+    for module in ("quantize", "router", "route", "gate", "gemm", "gemm2_persistent", "experts", "finalize"):
         there |= vars(importlib.import_module(f"dsmoe_op.kernels.{module}")).keys()
     assert parts._LABELS.keys() <= there
 

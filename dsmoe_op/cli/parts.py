@@ -30,7 +30,8 @@ _LABELS = {
 }
 """The op's kernels. What else runs is "other"."""
 _ROUTING = ("router", "choice and order")
-_PARTS = {**dict.fromkeys(_ROUTING, "router"), **dict.fromkeys(("GEMM1", "GEMM2", "experts"), "routed")}
+_FIRST = ("rows to fp8", *_ROUTING)
+_PARTS = {**dict.fromkeys(_FIRST, "router"), **dict.fromkeys(("GEMM1", "GEMM2", "experts"), "routed")}
 OTHER = "other"
 
 
@@ -148,7 +149,7 @@ def _layers(labels: Sequence[str]) -> tuple[list[int], set[int]]:
         if label == "finalize":
             last.add(i)
             experts = None
-        elif label in ("experts", *_ROUTING):
+        elif label in ("experts", *_FIRST):
             if experts is not None:
                 last.add(experts)
             experts = i if label == "experts" else None
@@ -161,7 +162,7 @@ def _groups(lane: Sequence[int], items: Sequence[Work]) -> Iterator[list[int]]:
     """One stream's kernels, cut before each of a routing's, so that none has two layers' routed experts."""
     group: list[int] = []
     for i in lane:
-        if group and _label(items[i].name) in _ROUTING:
+        if group and _label(items[i].name) in _FIRST:
             yield group
             group = []
         group.append(i)
