@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_leaves
 
 from dsmoe_op import DualStreamMoE, formats
 from dsmoe_op.cli import branches, comparison, decode, hazard, main, output, profiling, quantized, run, small_models
+from dsmoe_op.cli.arguments import Formats
 from dsmoe_op.cli.profiling import Streams, Work
 
 pytest.importorskip("transformers")
@@ -330,7 +331,7 @@ def test_input_scales_are_of_the_largest_that_a_text_makes() -> None:
         "shared_w2": seen["shared"],
     }
     block.shared_experts.down_proj._forward_pre_hooks.clear()
-    patched, _ = quantized.twin(model, "fp8_tensor", "auto", text)
+    patched, _ = quantized.twin(model, Formats("fp8_tensor", "fp8_tensor"), "auto", text)
     tensors = patched.get_submodule("model.layers.1.mlp").tensors()
     for name, values in largest.items():
         torch.testing.assert_close(tensors[f"{name}_input_scale"] * 448, values.abs().max().reshape(1))

@@ -373,6 +373,9 @@ def test_candidates_for_quantised_products_use_the_matrix_units_and_fit(compiled
     for kernel in ("gemm1", "gemm2"):
         listed = candidates._FEW_ROWS[kind, kernel] + candidates._MANY_ROWS[kind, kernel]
         assert {(kernel, tile) for tile in listed} <= tiles
+    for pair in candidates._TOGETHER[kind]:
+        assert tuning.one_launch(kind, 64, *pair)
+        tiles.add(("experts", pair))
 
     def launch() -> None:
         for kernel, tile in sorted(tiles):

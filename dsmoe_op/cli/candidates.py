@@ -103,7 +103,6 @@ _MANY_ROWS: dict[tuple[str, str], tuple[Tile, ...]] = {
     ("fp8", "gemm2"): (
         Tile(64, 128, 128, 8, 3, swap=True, least_m=16),
         Tile(64, 128, 128, 4, 3, swap=True, least_m=16),
-        Tile(64, 64, 128, 4, 3, swap=True, least_m=16),
         Tile(128, 128, 128, 8, 3, swap=True, least_m=16),
         Tile(128, 64, 128, 8, 3, swap=True, least_m=16),
     ),
@@ -112,6 +111,14 @@ _TOGETHER: dict[str, tuple[tuple[Tile, Tile], ...]] = {
     "16bit": (
         (Tile(16, 32, 128, 4, 3, swap=True), Tile(16, 64, 128, 4, 3, swap=True)),
         (Tile(16, 32, 128, 4, 3, swap=True), Tile(16, 128, 128, 4, 3, swap=True)),
+    ),
+    "4bit": (
+        (Tile(16, 32, 128, 4, 4, swap=True), Tile(16, 128, 128, 4, 4, swap=True)),
+        (Tile(16, 32, 256, 4, 3, swap=True), Tile(16, 128, 128, 4, 4, swap=True)),
+    ),
+    "fp8": (
+        (Tile(16, 32, 128, 4, 4, swap=True), Tile(16, 64, 128, 4, 4, swap=True)),
+        (Tile(16, 32, 128, 4, 4, swap=True), Tile(16, 128, 128, 4, 4, swap=True)),
     ),
 }
 """gemm1 and gemm2 of one launch: its programs all have the memory of the larger one, so the best alone may not do."""
@@ -168,7 +175,7 @@ def choices(shape: Shape, T: int, best: LayerTiles) -> tuple[Choice, ...]:
     """Layers to time: the heuristic's, and the best tiles, or pairs for one launch, in each schedule."""
     kind = layer_shape(shape).kind
     one_launch = tuning.one_launch(kind, T, best.gemm1, best.gemm2)
-    together = _TOGETHER.get(product_kind(kind, "gemm1"), ()) if one_launch else ()
+    together = _TOGETHER[product_kind(kind, "gemm1")] if one_launch else ()
     pairs = ((best.gemm1, best.gemm2), *together)
     overlaps = (False, True) if T <= OVERLAPPING_UP_TO else (False,)
     found = [
