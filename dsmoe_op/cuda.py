@@ -210,7 +210,12 @@ class _Plan:
         options["coded_rows"] = frozenset(schedules.coded_rows(config, has_shared=dims.S > 0))
         one_chunk = kernels.num_chunks(dims.T * dims.K, alone=True) == 1
         self.steps = schedules.plan(
-            resolve(auto=auto), present, **options, one_chunk=one_chunk, one_launch=tiles.one_launch
+            resolve(auto=auto),
+            present,
+            **options,
+            one_chunk=one_chunk,
+            one_launch=tiles.one_launch,
+            coded_h=_coded_h(config, dims),
         )
         inside, outputs = _buffers(layer, dims, config, tiles, finalized)
         self.buffers, self.size = _laid_out(inside)
@@ -282,6 +287,11 @@ def _buffers(
     if codes := schedules.coded_rows(config, has_shared=S > 0):
         groups = () if "token" in codes.values() else (math.ceil(H / formats.GROUP),)
         inside += [("x_codes", (T, H), formats.E4M3), ("x_scales", (T, *groups), f32)]
+    for branch, over in schedules.coded_h(config, has_shared=S > 0).items():
+        name, rows, width = ("h", N, I) if branch == "routed" else ("shared_h", T, S)
+        rows = rows if _coded_h(config, dims) else 0
+        groups = () if over == "token" else (math.ceil(width / formats.GROUP),)
+        inside += [(f"{name}_codes", (rows, width), formats.E4M3), (f"{name}_scales", (rows, *groups), f32)]
     inside += [
         ("counters", (kernels.num_counters(N, E),), i32),
         ("taken", (1,), i32),
@@ -348,6 +358,16 @@ def _coded(layer: Layer, name: str, dims: Dims, config: MoEConfig) -> kernels.Co
     return kernels.coded(format, parts, rows, columns, halves, config.interleaves(name))
 
 
+_CODED_H_TOKENS = 64
+"""T up to which GEMM 2 makes h fp8 itself: a step or two of few rows, against a launch."""
+
+
+def _coded_h(config: MoEConfig, dims: Dims) -> frozenset[str]:
+    """The branches whose h a launch makes fp8."""
+    many = dims.T > _CODED_H_TOKENS
+    return frozenset(schedules.coded_h(config, has_shared=dims.S > 0)) if many else frozenset()
+
+
 def _check_gpu(config: MoEConfig, device: torch.device) -> None:
     """
     Raises:
@@ -404,7 +424,10 @@ class _Call:
         )
         self.h, self.y = buffers["h"], buffers["y"]
         self.gate_T, self.out = buffers.get("gate"), buffers.get("out")
-        self.codes = {"x_codes_TH": buffers.get("x_codes"), "x_scales": buffers.get("x_scales")}
+        self.x_codes, self.h_codes, self.shared_h_codes = (
+            (buffers.get(f"{name}_codes"), buffers.get(f"{name}_scales")) for name in ("x", "h", "shared_h")
+        )
+        self.coded_h = _coded_h(config, dims)
         self.shared_h, self.shared = buffers["shared_h"], buffers["shared"]
 
     def kind(self, choices: tuple[Choice, ...], finalized: bool) -> tuple[object, ...]:
@@ -436,23 +459,36 @@ class _Call:
             plan_of: `schedules.plan` for this call but the schedule, and what depends on T.
         """
         self.warmup = warmup
-        chosen, done = self.tiles, set()
-        for self.tiles, schedule in choices:
+        chosen, done = (self.tiles, self.coded_h), set()
+        all_h = frozenset(schedules.coded_h(self.config, has_shared=self.dims.S > 0))
+        kinds = itertools.product(choices, (False, True), dict.fromkeys((frozenset(), all_h)))
+        for (self.tiles, schedule), one_chunk, self.coded_h in kinds:
             one_launch, overlaps = self.tiles.one_launch, self.tiles.overlaps
-            plans = (plan_of(schedule, one_launch=one_launch, one_chunk=one_chunk) for one_chunk in (False, True))
-            for step in itertools.chain(*plans):
+            if one_launch and self.coded_h:
+                continue
+            for step in plan_of(schedule, one_launch=one_launch, one_chunk=one_chunk, coded_h=self.coded_h):
                 if isinstance(step, schedules.Launch):
                     key = (step, overlaps, self.tiles if step.name in schedules.TILED else None)
                     if key not in done:
                         done.add(key)
                         self.issue_step(step, overlaps=overlaps)
-        self.tiles, self.warmup = chosen, False
+        (self.tiles, self.coded_h), self.warmup = chosen, False
 
     def _quantize(self) -> None:
-        codes, scales = self.codes.values()
+        self._to_codes(self.x, *self.x_codes)
+
+    def _quantize_h(self) -> None:
+        self._to_codes(self.h, *self.h_codes, self.rows.offsets)
+
+    def _quantize_shared_h(self) -> None:
+        self._to_codes(self.shared_h, *self.shared_h_codes)
+
+    def _to_codes(
+        self, rows: Tensor, codes: Tensor | None, scales: Tensor | None, offsets: Tensor | None = None
+    ) -> None:  # fmt: skip
         assert codes is not None
         assert scales is not None
-        kernels.quantize_rows(self.x, codes, scales, warmup=self.warmup)
+        kernels.quantize_rows(rows, codes, scales, offsets, warmup=self.warmup)
 
     def _router(self) -> None:
         assert self.layer.router_weight is not None
@@ -515,12 +551,15 @@ class _Call:
             num_valid_tokens=self.num_valid_tokens,
             coded=self.coded["w13"] if routed else kernels.PLAIN,
             shared_coded=self.coded["shared_w13"] if shared else kernels.PLAIN,
-            **self.codes,
+            x_codes_TH=self.x_codes[0],
+            x_scales=self.x_codes[1],
             allow_tf32=self.allow_tf32,
             warmup=self.warmup,
         )
 
     def _gemm2(self, *, routed: bool = True, shared: bool = False) -> None:
+        h_codes, h_scales = self.h_codes if "routed" in self.coded_h else (None, None)
+        shared_codes, shared_scales = self.shared_h_codes if "shared" in self.coded_h else (None, None)
         kernels.gemm2(
             config=self.config,
             tile=self.tiles.gemm2 if routed else self.tiles.shared_gemm2,
@@ -539,6 +578,10 @@ class _Call:
             num_valid_tokens=self.num_valid_tokens,
             coded=self.coded["w2"] if routed else kernels.PLAIN,
             shared_coded=self.coded["shared_w2"] if shared else kernels.PLAIN,
+            h_codes_NI=h_codes,
+            h_scales=h_scales,
+            h_shared_codes_TS=shared_codes,
+            h_shared_scales=shared_scales,
             allow_tf32=self.allow_tf32,
             warmup=self.warmup,
         )

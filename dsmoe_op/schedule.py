@@ -64,19 +64,25 @@ def coded_rows(config: MoEConfig, *, has_shared: bool) -> dict[str, str]:
     Where the branches' formats differ in that, the shared expert's products make their own. Where routing weights come
     first, each slot's row is another, and where a format has a static scale there is nothing to find out.
     """
-    names = {"routed": config.routed_format, "shared": config.shared_format if has_shared else None}
-    activations = {branch: FORMATS[name].activations for branch, name in names.items() if name is not None}
-    found = {branch: over for branch, over in activations.items() if over in ("block", "token")}
     if config.apply_router_weight_on_input:
         return {}
+    found = coded_h(config, has_shared=has_shared)
     first = next(iter(found.values()), None)
     return {branch: over for branch, over in found.items() if over == first}
+
+
+def coded_h(config: MoEConfig, *, has_shared: bool) -> dict[str, str]:
+    """The branches whose h may become fp8 numbers in a launch of its own, and over what, each branch for itself."""
+    names = {"routed": config.routed_format, "shared": config.shared_format if has_shared else None}
+    activations = {branch: FORMATS[name].activations for branch, name in names.items() if name is not None}
+    return {branch: over for branch, over in activations.items() if over in ("block", "token")}
 
 
 @functools.lru_cache(maxsize=256)
 def plan(
     schedule: str, present: frozenset[str], *, zero_experts: bool, finalized: bool, one_chunk: bool = False,
     alt_first: bool = False, one_launch: bool = False, coded_rows: frozenset[str] = frozenset(),
+    coded_h: frozenset[str] = frozenset(),
 ) -> tuple[Step, ...]:  # fmt: skip
     """The steps of one layer.
 
@@ -92,6 +98,8 @@ def plan(
             all that it takes.
         coded_rows: of "routed" and "shared", the branches whose weights multiply hidden_states as fp8 numbers that one
             launch makes for both, before the fork.
+        coded_h: the branches whose second products multiply h as such numbers, which a launch between the products
+            makes; not with one_launch.
     """
 
     def launch(name: str, reads: str, writes: str, stream: StreamName = "main", updates: str = "") -> Launch:
@@ -121,13 +129,17 @@ def plan(
     routed_x, shared_x = ("x_codes x_scales" if b in coded_rows else "hidden_states" for b in ("routed", "shared"))
     gemm1 = f"{routed_x} {_parts('w13')} w13_bias blocks sorted_slot slot_weights"
     gemm2 = f"{_parts('w2')} w2_bias blocks"
+    h = "h_codes h_scales" if "routed" in coded_h else "h"
+    shared_h = "shared_h_codes shared_h_scales" if "shared" in coded_h else "shared_h"
     shared1 = f"{shared_x} {_parts('shared_w13')} num_valid_tokens"
     shared2 = f"{_parts('shared_w2')} num_valid_tokens{' gate' if has_gate else ''}"
     sums = f"slot_ids slot_weights row_of{' hidden_states' if zero_experts else ''}"
     shared = gate
     if has_shared and not fused:
         shared.append(launch("shared_gemm1", shared1, "shared_h", shared_branch))
-        shared.append(launch("shared_gemm2", f"shared_h {shared2}", "shared", shared_branch))
+        if "shared" in coded_h:
+            shared.append(launch("quantize_shared_h", "shared_h", shared_h, shared_branch))
+        shared.append(launch("shared_gemm2", f"{shared_h} {shared2}", "shared", shared_branch))
     one_stream = schedule in ("serial", "fused")
     ahead = [launch("quantize", "hidden_states", "x_codes x_scales")] if coded_rows else []
     end = []
@@ -146,11 +158,16 @@ def plan(
     elif fused:
         routed += shared
         routed.append(launch("fused_gemm1", f"{gemm1} {shared1}", "h shared_h"))
-        routed.append(launch("fused_gemm2", f"h {gemm2} offsets shared_h {shared2}", "y shared"))
+        if coded_h:
+            routed.append(launch("quantize_h", "h offsets", h))
+            routed.append(launch("quantize_shared_h", "shared_h", shared_h))
+        routed.append(launch("fused_gemm2", f"{h} {gemm2} offsets {shared_h} {shared2}", "y shared"))
         shared = []
     else:
         routed.append(launch("gemm1", gemm1, "h", branch))
-        routed.append(launch("gemm2", f"h {gemm2} offsets", "y", branch, "taken"))
+        if "routed" in coded_h:
+            routed.append(launch("quantize_h", "h offsets", h, branch))
+        routed.append(launch("gemm2", f"{h} {gemm2} offsets", "y", branch, "taken"))
 
     if one_stream:
         return _overlapping(*ahead, *routed, *shared, *end)
@@ -190,8 +207,8 @@ TILED = frozenset(
 
 PARTS = {
     **dict.fromkeys(("quantize", "router", "choose_order", "choose", "order", "zero"), "router"),
-    **dict.fromkeys(("gemm1", "gemm2", "experts"), "routed"),
-    **dict.fromkeys(("gate", "shared_gemm1", "shared_gemm2"), "shared"),
+    **dict.fromkeys(("gemm1", "quantize_h", "gemm2", "experts"), "routed"),
+    **dict.fromkeys(("gate", "shared_gemm1", "quantize_shared_h", "shared_gemm2"), "shared"),
     "finalize": "finalize",
     "experts_finalize": "routed+finalize",
     **dict.fromkeys(("fused_gemm1", "fused_gemm2", "fused_experts"), "routed+shared"),

@@ -87,6 +87,7 @@ class Run:
         self.steps: tuple[Step, ...] = schedules.plan(
             resolved, present, zero_experts=config.num_zero_experts > 0, finalized=finalized, alt_first=alt_first,
             one_launch=one_launch, coded_rows=frozenset(schedules.coded_rows(config, has_shared=dims.S > 0)),
+            coded_h=self.call.coded_h,
         )  # fmt: skip
         self.buffers = buffers
         for tensor in self.buffers.values():

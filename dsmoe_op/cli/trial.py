@@ -86,6 +86,13 @@ class Trial:
 
         return run
 
+    def _quantize_h(self, gemm1: str) -> None:
+        """What a second product reads where h becomes fp8 in a launch between."""
+        branch, launch = ("routed", "quantize_h") if gemm1 == "gemm1" else ("shared", "quantize_shared_h")
+        for call in self._calls(self.first.gemm1):
+            if gemm1.endswith("gemm1") and branch in call.coded_h:
+                call.issue(launch)
+
     def times(self, tiles: Candidates) -> dict[str, dict[Tile, float]]:
         """Microseconds by launch and tile, without those that are wrong or fail. The first that runs is right."""
         us: dict[str, dict[Tile, float]] = {}
@@ -99,6 +106,7 @@ class Trial:
                 return {key: {} for key in tiles}
             for i in range(len(self.layers)):  # whatever the others left: what the next product reads
                 runs[next(iter(us[name]))](i)
+            self._quantize_h(name)
         return us
 
 

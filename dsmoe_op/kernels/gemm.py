@@ -70,20 +70,15 @@ def gemm1(
     if x_TH.shape[0] == 0:
         return
 
-    def rows_for(coded: Coded) -> tuple[Tensor, Tensor | None]:
-        if x_codes_TH is not None and takes_codes(coded, x_scales):
-            return x_codes_TH, x_scales
-        return x_TH, None
-
     routed = shared = None
     if w13 is not None:
         assert h_NI is not None
         weight_on_input = topk_weights_TK if config.apply_router_weight_on_input else None
-        a, a_scale = rows_for(coded)
+        a, a_scale = _rows_for(coded, x_TH, x_codes_TH, x_scales)
         routed = _Part(a, w13, h_NI, w13_bias, blocks, sorted_slot_N, weight_on_input, coded=coded, a_scale=a_scale)
     if shared_w13 is not None:
         assert h_shared_TS is not None
-        a, a_scale = rows_for(shared_coded)
+        a, a_scale = _rows_for(shared_coded, x_TH, x_codes_TH, x_scales)
         shared = _Part(a, shared_w13, h_shared_TS, coded=shared_coded, a_scale=a_scale)
     activation = {
         "ACTIVATION": config.activation,
@@ -93,6 +88,15 @@ def gemm1(
         "CLAMP_AFTER": config.clamp_after_activation,
     }
     _grouped(tile, config.top_k, routed, shared, num_valid_tokens, False, activation, allow_tf32, warmup)
+
+
+def _rows_for(
+    coded: Coded, rows: Tensor, codes: Tensor | None, scales: Tensor | None
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    """What a weight multiplies: the rows, or their codes with scales, if it takes these."""
+    if codes is not None and takes_codes(coded, scales):
+        return codes, scales
+    return rows, None
 
 
 def gemm2(
@@ -114,6 +118,10 @@ def gemm2(
     num_valid_tokens: Tensor | None = None,
     coded: Coded = PLAIN,
     shared_coded: Coded = PLAIN,
+    h_codes_NI: Tensor | None = None,
+    h_scales: Tensor | None = None,
+    h_shared_codes_TS: Tensor | None = None,
+    h_shared_scales: Tensor | None = None,
     allow_tf32: bool = False,
     warmup: bool = False,
 ) -> None:
@@ -131,6 +139,7 @@ def gemm2(
         h_shared_TS: [T, S] contiguous, from `gemm1`.
         gate_T: float32 [T], multiplies the shared row before it is rounded.
         shared_TH: written; [T, H] contiguous; zeros from num_valid_tokens on.
+        h_codes_NI, h_scales, h_shared_codes_TS, h_shared_scales: h as `quantize_rows` makes it, as of x in `gemm1`.
         num_valid_tokens, coded, shared_coded, allow_tf32: as in `gemm1`.
     """
     routed = shared = None
@@ -145,7 +154,8 @@ def gemm2(
             if zero_tail:
                 _zero_rows_after(offsets, y_NH, warmup=warmup)
             return
-        routed = _Part(h_NI, w2, y_NH, w2_bias, blocks, coded=coded)
+        a, a_scale = _rows_for(coded, h_NI, h_codes_NI, h_scales)
+        routed = _Part(a, w2, y_NH, w2_bias, blocks, coded=coded, a_scale=a_scale)
     if shared_w2 is not None:
         assert h_shared_TS is not None
         assert shared_TH is not None
@@ -153,7 +163,8 @@ def gemm2(
         if tile.persistent and not INTERPRET and plain and takes(shared_w2):
             gemm2_persistent(h_shared_TS, shared_w2, shared_TH, warmup=warmup)
             return
-        shared = _Part(h_shared_TS, shared_w2, shared_TH, gate=gate_T, coded=shared_coded)
+        a, a_scale = _rows_for(shared_coded, h_shared_TS, h_shared_codes_TS, h_shared_scales)
+        shared = _Part(a, shared_w2, shared_TH, gate=gate_T, coded=shared_coded, a_scale=a_scale)
     if any(part is not None and part.out.shape[0] for part in (routed, shared)):
         _grouped(tile, config.top_k, routed, shared, num_valid_tokens, zero_tail, {}, allow_tf32, warmup)
 

@@ -20,42 +20,50 @@ def takes_codes(coded: Coded, x_scales: Tensor | None) -> bool:
     return activations == ("token" if x_scales.dim() == 1 else "block")
 
 
-def quantize_rows(x_TH: Tensor, codes_TH: Tensor, scales: Tensor, *, warmup: bool = False) -> None:
+def quantize_rows(
+    x_TH: Tensor, codes_TH: Tensor, scales: Tensor, offsets: Tensor | None = None, *, warmup: bool = False
+) -> None:
     """codes * scales is about x, as `formats.quantize_rows` has it.
 
     Args:
         x_TH: [T, H] any row stride, unit stride in the last dim.
         codes_TH: written; float8_e4m3fn [T, H] contiguous.
         scales: written; float32, [T] of a row each, or [T, ceil(H / 128)] of 128 columns each. Contiguous.
+        offsets: as `order_rows` leaves them, where x is the experts' rows: those of no expert are left alone.
     """
     T, H = x_TH.shape
-    if T == 0:
+    if T == 0 and not warmup:
         return
-    groups = 1 if scales.dim() == 1 else 8
-    columns = triton.next_power_of_2(H) if groups == 1 else GROUP
+    columns = triton.next_power_of_2(H) if scales.dim() == 1 else GROUP
+    groups = triton.cdiv(H, columns)
+    at_once = max(1, 1024 // columns)
     launch(
         _quantize_rows,
-        (T, 1 if groups == 1 else triton.cdiv(H, groups * columns)),
-        (x_TH, row_stride(x_TH), codes_TH, scales),
+        (triton.cdiv(T * groups, at_once),),
+        (x_TH, row_stride(x_TH), codes_TH, scales, offsets, T),
         {
             "H": H,
-            "GROUPS": groups,
+            "E": None if offsets is None else offsets.shape[0] - 1,
+            "AT_ONCE": at_once,
             "COLUMNS": columns,
             "INTERPRET": INTERPRET,
-            "num_warps": max(1, min(8, groups * columns // 512)),
+            "num_warps": max(1, min(8, at_once * columns // 512)),
         },
         warmup=warmup,
     )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["T"], do_not_specialize_on_alignment=["offsets_ptr"])
 def _quantize_rows(
     x_ptr,
     x_stride,
     codes_ptr,
     scales_ptr,
+    offsets_ptr,
+    T,
     H: tl.constexpr,
-    GROUPS: tl.constexpr,
+    E: tl.constexpr,
+    AT_ONCE: tl.constexpr,
     COLUMNS: tl.constexpr,
     INTERPRET: tl.constexpr,
     LARGEST: tl.constexpr = LARGEST_E4M3,
@@ -63,13 +71,20 @@ def _quantize_rows(
     EARLY: tl.constexpr = False,
     FOLLOWED: tl.constexpr = False,
 ):
+    """A program takes AT_ONCE groups of COLUMNS columns, of one row or of several."""
     begin(EARLY, FOLLOWED)
-    token = tl.program_id(0).to(tl.int64)
-    g_G = tl.program_id(1) * GROUPS + tl.arange(0, GROUPS)
-    h_GC = g_G[:, None] * COLUMNS + tl.arange(0, COLUMNS)[None, :]
-    x_GC = tl.load(x_ptr + token * x_stride + h_GC, mask=h_GC < H, other=0.0)
+    GROUPS: tl.constexpr = (H + COLUMNS - 1) // COLUMNS
+    g_G = tl.program_id(0) * AT_ONCE + tl.arange(0, AT_ONCE)
+    row_G = g_G // GROUPS
+    end = T
+    if offsets_ptr is not None:
+        end = tl.load(offsets_ptr + E)
+    in_G = row_G < end
+    h_GC = (g_G % GROUPS * COLUMNS)[:, None] + tl.arange(0, COLUMNS)[None, :]
+    in_GC = in_G[:, None] & (h_GC < H)
+    row_G = row_G.to(tl.int64)[:, None]
+    x_GC = tl.load(x_ptr + row_G * x_stride + h_GC, mask=in_GC, other=0.0)
     factor_G, scale_G = factor_and_scale(tl.max(tl.abs(x_GC.to(tl.float32)), 1), LARGEST, LEAST)
     codes_GC = to_fp8(x_GC, factor_G, LARGEST, INTERPRET)
-    tl.store(codes_ptr + token * H + h_GC, codes_GC.to(codes_ptr.dtype.element_ty), mask=h_GC < H)
-    ALL: tl.constexpr = (H + COLUMNS - 1) // COLUMNS
-    tl.store(scales_ptr + token * ALL + g_G, scale_G, mask=g_G < ALL)
+    tl.store(codes_ptr + row_G * H + h_GC, codes_GC.to(codes_ptr.dtype.element_ty), mask=in_GC)
+    tl.store(scales_ptr + g_G, scale_G, mask=in_G)
