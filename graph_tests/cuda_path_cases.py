@@ -144,6 +144,16 @@ def test_quantised_weights_compute_the_reference_in_every_schedule(shared) -> No
             if tuning.one_launch(kind, len(x), tiles.gemm1, tiles.gemm2):
                 together = Run(x, args, schedule, one_launch=True).issue().out
                 assert same(together, out), (routed, name, way, schedule)
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(cuda, "_CODED_H_TOKENS", 0)
+                of_many = Run(x, args, schedule)
+                assert same(of_many.issue().out, out), (routed, name, way, schedule)
+            made = {step.name for step in of_many.steps if isinstance(step, Launch)} & {
+                "quantize_h",
+                "quantize_shared_h",
+            }
+            rounds = [format in ("fp8_block", "fp8_channel") for format in (routed, shared)]
+            assert len(made) == sum(rounds), (routed, name, way, schedule)
 
 
 @pytest.mark.parametrize(

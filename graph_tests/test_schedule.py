@@ -7,7 +7,7 @@ import functools
 import itertools
 import random
 from collections.abc import Iterable, Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 from unittest import mock
 
 import gpu
@@ -15,9 +15,9 @@ import pytest
 import torch
 from gpu import Boom
 
-from dsmoe_op import streams
+from dsmoe_op import MoEConfig, streams
 from dsmoe_op.formats import FORMATS, SUFFIXES
-from dsmoe_op.schedule import FORK, JOIN, Launch, Step, Wait, execute, plan, resolve
+from dsmoe_op.schedule import FORK, JOIN, Launch, Step, Wait, coded_h, coded_rows, execute, plan, resolve
 from dsmoe_op.testing import check_schedule
 
 ALWAYS = ("hidden_states", "w13", "w2")
@@ -58,13 +58,24 @@ def plans(*schedules: str) -> tuple[Plan, ...]:
 def quantised_plans() -> tuple[Plan, ...]:
     """The same in every mix of formats and every schedule."""
     return _distinct(
-        plan_of(schedule, present | of_formats, **options)
+        plan_of(schedule, present | of_formats, **options, **codes)
         for schedule, shared in itertools.product(ALL, (True, False))
         if shared or schedule == "serial"
-        for of_formats in dict.fromkeys(mix.tensors for mix in mixes(schedule, shared=shared))
+        for of_formats, codes in _distinct_codes(schedule, shared)
         for present, options in itertools.product(presents(shared=shared), OTHERS)
         if options["alt_first"] <= (schedule in TWO_STREAMS) and options["one_chunk"] <= ("topk_ids" in present)
+        if not (codes["coded_h"] and options["one_launch"])
     )
+
+
+def _distinct_codes(schedule: str, shared: bool) -> list[tuple[frozenset[str], dict[str, frozenset[str]]]]:
+    """The tensors of every mix, and which branches' rows become fp8 in launches of their own: as many as can, or none."""
+    found = {
+        (mix.tensors, rows, h)
+        for mix in mixes(schedule, shared=shared)
+        for rows, h in itertools.product((frozenset(), mix.coded_rows(shared)), (frozenset(), mix.coded_h(shared)))
+    }
+    return [(tensors, {"coded_rows": rows, "coded_h": h}) for tensors, rows, h in sorted(found, key=str)]
 
 
 def drawn_plans() -> Iterator[Plan]:
@@ -72,10 +83,12 @@ def drawn_plans() -> Iterator[Plan]:
     for schedule, shared in itertools.product(ALL, (True, False)):
         for mix in mixes(schedule, shared=shared):
             present = random.choice([*presents(shared=shared)])
-            yield plan_of(schedule, present | mix.tensors, **random.choice(OTHERS))
+            options = random.choice(OTHERS)
+            h = frozenset() if options["one_launch"] else mix.coded_h(shared)
+            yield plan_of(schedule, present | mix.tensors, **options, coded_rows=mix.coded_rows(shared), coded_h=h)
 
 
-def plan_of(schedule: str, present: frozenset[str], **options: bool) -> Plan:
+def plan_of(schedule: str, present: frozenset[str], **options: Any) -> Plan:
     shared = "shared_w13" in present
     steps = plan(resolve(schedule, has_shared=shared), present, **options)
     outputs = ("out",) if options["finalized"] else (*UNFINALIZED, *(("shared",) if shared else ()))
@@ -98,6 +111,15 @@ class Mix(NamedTuple):
     routed: str | None
     shared: str | None
     tensors: frozenset[str]
+
+    def config(self, shared: bool) -> MoEConfig:
+        return MoEConfig(top_k=1, routed_format=self.routed, shared_format=self.shared if shared else None)
+
+    def coded_rows(self, shared: bool) -> frozenset[str]:
+        return frozenset(coded_rows(self.config(shared), has_shared=shared))
+
+    def coded_h(self, shared: bool) -> frozenset[str]:
+        return frozenset(coded_h(self.config(shared), has_shared=shared))
 
 
 def mixes(schedule: str, *, shared: bool) -> Iterator[Mix]:

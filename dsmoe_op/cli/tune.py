@@ -301,16 +301,15 @@ def _layer_jobs(shape: Shape, choices: Sequence[Choice], overlaps: bool) -> list
     Args:
         overlaps: whether the GPU can start a launch early.
     """
+    has_shared = shape.S > 0
+    coded_rows = frozenset(schedules.coded_rows(shape.config, has_shared=has_shared))
+    coded_h = frozenset(schedules.coded_h(shape.config, has_shared=has_shared))
     jobs = []
     for tiles, schedule in choices:
         steps = schedules.plan(
-            schedule,
-            _present(shape),
-            zero_experts=False,
-            finalized=True,
-            one_launch=tiles.one_launch,
-            coded_rows=frozenset(schedules.coded_rows(shape.config, has_shared=shape.S > 0)),
-        )
+            schedule, _present(shape), zero_experts=False, finalized=True, one_launch=tiles.one_launch,
+            coded_rows=coded_rows, coded_h=frozenset() if tiles.one_launch else coded_h,
+        )  # fmt: skip
         for step in steps:
             if isinstance(step, schedules.Launch):
                 early, followed = (overlaps and tiles.overlaps and flag for flag in (step.early, step.followed))
