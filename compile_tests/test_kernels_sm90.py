@@ -22,7 +22,7 @@ triton = pytest.importorskip("triton", reason="no triton")
 from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.runtime.driver import driver  # noqa: E402
 
-from dsmoe_op import formats, kernels, tuning  # noqa: E402
+from dsmoe_op import formats, kernels, schedule, tuning  # noqa: E402
 from dsmoe_op.cli import arguments, candidates, compiling, shapes  # noqa: E402
 from dsmoe_op.config import MoEConfig  # noqa: E402
 from dsmoe_op.kernels import gemm2_persistent  # noqa: E402
@@ -312,6 +312,8 @@ def test_quantised_products_use_the_matrix_units_and_fit(compiled, tmp_path, nam
     if activations in ("block", "token"):
         scales = layer.tensor(T, *([-(-H // 128)] if activations == "block" else []), dtype=FP32)
         codes = {"x_codes_TH": layer.tensor(T, H, dtype=formats.E4M3), "x_scales": scales}
+        scales = layer.tensor(T * K, *([-(-I // 128)] if activations == "block" else []), dtype=FP32)
+        h_codes = {"h_codes_NI": layer.tensor(T * K, I, dtype=formats.E4M3), "h_scales": scales}
     w13, w2 = coded_weight(name, E, 2 * I, H, 2), coded_weight(name, E, H, I, 1)
     shared_w13, shared_w2 = coded_weight(name, 0, 2 * S, H, 2), coded_weight(name, 0, H, S, 1)
 
@@ -331,6 +333,12 @@ def test_quantised_products_use_the_matrix_units_and_fit(compiled, tmp_path, nam
                 tile=tiles.gemm2, w2=w2["q"], coded=w2["coded"], h_NI=layer.tensor(T * K, I),
                 y_NH=layer.tensor(T * K, H), blocks=rows.blocks_3B, **shared2, **common,
             )  # fmt: skip
+            if codes:
+                kernels.quantize_rows(layer.tensor(T * K, I), *h_codes.values(), rows.offsets, of_h=True, warmup=True)
+                kernels.gemm2(
+                    tile=tiles.gemm2, w2=w2["q"], coded=w2["coded"], h_NI=layer.tensor(T * K, I),
+                    y_NH=layer.tensor(T * K, H), blocks=rows.blocks_3B, **h_codes, **common,
+                )  # fmt: skip
             kernels.gemm1(layer.x, tile=tiles.shared_gemm1, **shared1, **codes, **common)
             if codes:  # what is made of x itself, where routing weights come first
                 kernels.gemm1(layer.x, tile=tiles.shared_gemm1, **shared1, **common)
@@ -352,7 +360,7 @@ def test_quantised_products_use_the_matrix_units_and_fit(compiled, tmp_path, nam
     kernels.compile_together(launch)
     assert compiled
     for kernel in compiled:
-        if kernel.metadata.name != "_quantize_rows":
+        if not kernel.metadata.name.startswith("_quantize"):
             unit = "wgmma" if least_side(kernel) >= 64 else "mma"
             assert matrix_instructions(kernel) == {"wgmma e4m3" if kind == "fp8" else f"{unit} bf16"}
         assert kernel.metadata.shared <= SHARED_MEMORY
@@ -382,7 +390,8 @@ def test_candidates_for_quantised_products_use_the_matrix_units_and_fit(compiled
             compiling.warm_up(compiling.Job(shape, kernel, tile))
 
     kernels.compile_together(launch)
-    assert len(compiled) == len(tiles)
+    has_codes = bool(schedule.coded_h(shape.config, has_shared=shape.S > 0))  # products of h, and of its codes
+    assert len(compiled) == len(tiles) + has_codes * sum(kernel == "gemm2" for kernel, _ in tiles)
     for kernel in compiled:
         unit = "wgmma" if least_side(kernel) >= 64 else "mma"
         assert matrix_instructions(kernel) == {"wgmma e4m3" if kind == "fp8" else f"{unit} bf16"}

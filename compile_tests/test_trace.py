@@ -161,6 +161,7 @@ TENSORS = ("router_weight", "shared_w13", "shared_w2", "shared_gate", "correctio
 WAYS = {"router_weight": ("router_weight",), "router_logits": ("router_logits",), "topk": ("topk_ids", "topk_weights")}
 KERNELS = {
     "quantize": ("_quantize_rows",),
+    **dict.fromkeys(("quantize_h", "quantize_shared_h"), ("_quantize_h",)),
     "router": ("_router_logits",),
     "zero": ("_zero",),
     **dict.fromkeys(("choose_order", "choose", "order"), ("_route",)),
@@ -176,7 +177,7 @@ KERNELS = {
 def plans() -> list[tuple[str, tuple[schedules.Step, ...]]]:
     """Each schedule's steps in each form that ends with the sum."""
     found = []
-    codes = (frozenset(), frozenset({"routed", "shared"}))
+    codes: tuple[frozenset[str], ...] = (frozenset(), frozenset({"routed", "shared"}))
     options = itertools.product(
         ("serial", "dual", "dual_shared_main", "fused"), WAYS, (False, True), (False, True), codes
     )
@@ -187,6 +188,7 @@ def plans() -> list[tuple[str, tuple[schedules.Step, ...]]]:
                 steps = schedules.plan(
                     schedule, frozenset(present), zero_experts=False, finalized=True, one_chunk=one_chunk,
                     alt_first=alt_first, one_launch=one_launch, coded_rows=coded_rows,
+                    coded_h=frozenset() if one_launch else coded_rows,
                 )  # fmt: skip
                 found.append((schedule, steps))
     return found

@@ -478,17 +478,17 @@ class _Call:
         self._to_codes(self.x, *self.x_codes)
 
     def _quantize_h(self) -> None:
-        self._to_codes(self.h, *self.h_codes, self.rows.offsets)
+        self._to_codes(self.h, *self.h_codes, self.rows.offsets, of_h=True)
 
     def _quantize_shared_h(self) -> None:
-        self._to_codes(self.shared_h, *self.shared_h_codes)
+        self._to_codes(self.shared_h, *self.shared_h_codes, of_h=True)
 
     def _to_codes(
-        self, rows: Tensor, codes: Tensor | None, scales: Tensor | None, offsets: Tensor | None = None
-    ) -> None:  # fmt: skip
+        self, rows: Tensor, codes: Tensor | None, scales: Tensor | None, *offsets: Tensor, of_h: bool = False
+    ) -> None:
         assert codes is not None
         assert scales is not None
-        kernels.quantize_rows(rows, codes, scales, offsets, warmup=self.warmup)
+        kernels.quantize_rows(rows, codes, scales, *offsets, of_h=of_h, warmup=self.warmup)
 
     def _router(self) -> None:
         assert self.layer.router_weight is not None
@@ -558,8 +558,9 @@ class _Call:
         )
 
     def _gemm2(self, *, routed: bool = True, shared: bool = False) -> None:
-        h_codes, h_scales = self.h_codes if "routed" in self.coded_h else (None, None)
-        shared_codes, shared_scales = self.shared_h_codes if "shared" in self.coded_h else (None, None)
+        coded_h = frozenset() if routed and shared else self.coded_h
+        h_codes, h_scales = self.h_codes if "routed" in coded_h else (None, None)
+        shared_codes, shared_scales = self.shared_h_codes if "shared" in coded_h else (None, None)
         kernels.gemm2(
             config=self.config,
             tile=self.tiles.gemm2 if routed else self.tiles.shared_gemm2,
@@ -629,6 +630,8 @@ class _Call:
             shared_coded=(self.coded["shared_w13"], self.coded["shared_w2"])
             if shared
             else (kernels.PLAIN, kernels.PLAIN),
+            x_codes_TH=self.x_codes[0],
+            x_scales=self.x_codes[1],
             warmup=self.warmup,
         )
 

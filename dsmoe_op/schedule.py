@@ -99,7 +99,7 @@ def plan(
         coded_rows: of "routed" and "shared", the branches whose weights multiply hidden_states as fp8 numbers that one
             launch makes for both, before the fork.
         coded_h: the branches whose second products multiply h as such numbers, which a launch between the products
-            makes; not with one_launch.
+            makes; not with one_launch or "fused", whose second products do so themselves.
     """
 
     def launch(name: str, reads: str, writes: str, stream: StreamName = "main", updates: str = "") -> Launch:
@@ -158,10 +158,7 @@ def plan(
     elif fused:
         routed += shared
         routed.append(launch("fused_gemm1", f"{gemm1} {shared1}", "h shared_h"))
-        if coded_h:
-            routed.append(launch("quantize_h", "h offsets", h))
-            routed.append(launch("quantize_shared_h", "shared_h", shared_h))
-        routed.append(launch("fused_gemm2", f"{h} {gemm2} offsets {shared_h} {shared2}", "y shared"))
+        routed.append(launch("fused_gemm2", f"h {gemm2} offsets shared_h {shared2}", "y shared"))
         shared = []
     else:
         routed.append(launch("gemm1", gemm1, "h", branch))
@@ -182,13 +179,12 @@ def _parts(weight: str) -> str:
 
 
 def _overlapping(*steps: Step) -> tuple[Step, ...]:
-    """The steps, with each launch early that comes straight after another on its stream, with no wait between."""
+    """The steps, with each launch early that comes straight after another on its stream."""
     new = list(steps)
     last: dict[StreamName, tuple[int, Launch]] = {}
     for i, step in enumerate(steps):
         if isinstance(step, Wait):
             last.pop(step.waiter, None)
-            last.pop(step.on, None)
             continue
         if step.stream in last:
             j, before = last[step.stream]

@@ -153,7 +153,7 @@ def test_quantised_weights_compute_the_reference_in_every_schedule(shared) -> No
                 "quantize_shared_h",
             }
             rounds = [format in ("fp8_block", "fp8_channel") for format in (routed, shared)]
-            assert len(made) == sum(rounds), (routed, name, way, schedule)
+            assert len(made) == sum(rounds) * (schedule != "fused"), (routed, name, way, schedule)
 
 
 @pytest.mark.parametrize(

@@ -25,6 +25,14 @@ MIXES = [*((name, name) for name in formats.FORMATS), ("int4", None), (None, "fp
 TOKENS = (1, 7, 64, 300)
 
 
+def compiled_once(mix: tuple[str | None, str | None], *values: Any) -> Any:
+    """A parameter, or the mix itself. Its tests run in one process, since each process compiles what it calls."""
+    return pytest.param(*(values or (mix,)), marks=pytest.mark.xdist_group("-".join(map(str, mix))))
+
+
+NAMES = [compiled_once((name, name), name) for name in formats.FORMATS]
+
+
 def limit(*names: str | None) -> float:
     return 2e-2 if FP8.intersection(names) else 1e-2
 
@@ -47,7 +55,7 @@ class Quantised:
         return dual_stream_moe(x, **self.args, **options)
 
 
-@pytest.fixture(scope="module", params=MIXES, ids=lambda mix: "-".join(map(str, mix)))
+@pytest.fixture(scope="module", params=map(compiled_once, MIXES), ids=lambda mix: "-".join(map(str, mix)))
 def layer(request) -> Quantised:
     return Quantised(*request.param)
 
@@ -77,7 +85,7 @@ def test_a_replay_with_new_contents_has_the_bits_of_the_eager_call(layer) -> Non
             assert torch.equal(out, layer(x)), T
 
 
-@pytest.mark.parametrize("name", formats.FORMATS)
+@pytest.mark.parametrize("name", NAMES)
 def test_the_fused_schedule_takes_one_format_of_both(name) -> None:
     layer = Quantised(name, name)
     for T in TOKENS:
@@ -98,7 +106,7 @@ def test_columns_that_are_not_there_are_no_infinite_numbers(zero_point) -> None:
     assert dual_stream_moe(x, **args).isfinite().all()
 
 
-@pytest.mark.parametrize("name", sorted(FP8))
+@pytest.mark.parametrize("name", [compiled_once((name, name), name) for name in sorted(FP8)])
 def test_a_nan_of_one_token_stays_in_its_row(name) -> None:
     layer = Quantised(name, name)
     x = layer.inputs(7)

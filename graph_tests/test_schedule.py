@@ -69,7 +69,7 @@ def quantised_plans() -> tuple[Plan, ...]:
 
 
 def _distinct_codes(schedule: str, shared: bool) -> list[tuple[frozenset[str], dict[str, frozenset[str]]]]:
-    """The tensors of every mix, and which branches' rows become fp8 in launches of their own: as many as can, or none."""
+    """The tensors of every mix, and the branches whose rows become fp8 in their own launches: all that can, or none."""
     found = {
         (mix.tensors, rows, h)
         for mix in mixes(schedule, shared=shared)

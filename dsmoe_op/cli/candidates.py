@@ -103,7 +103,6 @@ _MANY_ROWS: dict[tuple[str, str], tuple[Tile, ...]] = {
     ("fp8", "gemm2"): (
         Tile(64, 128, 128, 8, 3, swap=True, least_m=16),
         Tile(64, 128, 128, 4, 3, swap=True, least_m=16),
-        Tile(128, 128, 128, 8, 3, swap=True, least_m=16),
         Tile(128, 64, 128, 8, 3, swap=True, least_m=16),
     ),
 }

@@ -18,6 +18,7 @@ from dsmoe_op.cli.profiling import Work
 
 _LABELS = {
     "_quantize_rows": "rows to fp8",
+    "_quantize_h": "h to fp8",
     "_router_logits": "router",
     "_zero": "choice and order",
     "_route": "choice and order",
@@ -31,7 +32,7 @@ _LABELS = {
 """The op's kernels. What else runs is "other"."""
 _ROUTING = ("router", "choice and order")
 _FIRST = ("rows to fp8", *_ROUTING)
-_PARTS = {**dict.fromkeys(_FIRST, "router"), **dict.fromkeys(("GEMM1", "GEMM2", "experts"), "routed")}
+_PARTS = {**dict.fromkeys(_FIRST, "router"), **dict.fromkeys(("GEMM1", "h to fp8", "GEMM2", "experts"), "routed")}
 OTHER = "other"
 
 
@@ -72,7 +73,14 @@ def _labels(names: Sequence[str]) -> list[str]:
     """Of one stream's kernels in one layer."""
     labels = [_label(name) for name in names]
     routed = ["GEMM1", "GEMM2"] if set(labels) & set(_ROUTING) and "experts" not in labels else []
-    return [(routed.pop(0) if routed else "shared") if label == "product" else label for label in labels]
+    found = []
+    for label in labels:
+        if label == "product":
+            label = routed.pop(0) if routed else "shared"
+        elif label == "h to fp8" and routed != ["GEMM2"]:
+            label = "shared"
+        found.append(label)
+    return found
 
 
 def _label(name: str) -> str:

@@ -36,8 +36,8 @@ class LayerTiles(NamedTuple):
 ONE_LAUNCH_TOKENS = 64
 """T up to which the products are one launch."""
 
-ONE_LAUNCH_KINDS = ("16bit", "4bit")
-"""Of the routed experts' products that are one launch. An H200 is faster with those of fp8 apart."""
+ONE_LAUNCH_KINDS = ("16bit", "fp8", "4bit")
+"""Of the routed experts' products, for which there is such a launch."""
 
 
 def one_launch(kind: str, most: float, gemm1: Tile, gemm2: Tile) -> bool:
