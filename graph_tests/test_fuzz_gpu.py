@@ -47,8 +47,12 @@ def test_any_layer_is_the_definition_within_its_roundings(counted, thorough, par
         layer["make"]["device"] = "cuda"
         random.seed(seed)  # an example that hypothesis repeats is the same one
         for one in [layer, *(like(layer) for _ in range(calls - 1))]:
-            with torch.device("cuda"):  # what `fuzz.py` and the bounds make by the way
-                check(one, lambda what, n=1: counted(f"{what} on a GPU", n))
+            try:
+                with torch.device("cuda"):  # what `fuzz.py` and the bounds make by the way
+                    check(one, lambda what, n=1: counted(f"{what} on a GPU", n))
+            except AssertionError as error:
+                error.add_note(f"with the same options, and {one['seed']=}, {one['worst']=}, {one['make']=}")
+                raise
         counted("combinations of options of random layers on a GPU")
 
     run()

@@ -171,6 +171,19 @@ def test_every_row_of_a_layer_is_the_references_at_every_height(schedule, dtype,
             assert torch.equal(dual_stream_moe(x, **args, schedule=schedule), out), (H, I)
 
 
+@pytest.mark.parametrize("dtype", [BF16, FP16])
+def test_weights_on_the_input_of_many_rows(dtype) -> None:
+    """The matrix unit takes such rows from registers, which the next step's must not overwrite."""
+    config = MoEConfig(top_k=1, apply_router_weight_on_input=True)
+    for H, I in ((400, 208), (1024, 128)):
+        x, args = prefill(dtype=dtype, H=H, I=I)
+        args["config"] = config
+        out = dual_stream_moe(x, **args)
+        assert worst_row(out, reference.moe(x, **args)) <= 2e-2, (H, I)
+        for _ in range(5):
+            assert torch.equal(dual_stream_moe(x, **args), out), (H, I)
+
+
 @pytest.mark.parametrize("schedule", ["serial", "dual", "fused"])
 def test_an_unfinalized_layer_has_zeros_after_the_experts_rows_and_the_same_bits(schedule) -> None:
     x, args = prefill(expert_bias=True)

@@ -60,6 +60,7 @@ def watched(sanitizer: str, tool: str, what: str, file: pathlib.Path) -> str:
     options = ["--tool", tool, *TOOLS[tool], "--target-processes", "application-only", "--show-backtrace", "no"]
     options += ["--print-limit", "10000"]
     options += [sys.executable, str(SCRIPT), what, str(file)]
+    options += ["--not-persistent"] * (tool == "initcheck")  # it does not see what the copy engine writes
     _, output = run(sanitizer, *options, PYTORCH_NO_CUDA_MEMORY_CACHING="1")
     return output
 

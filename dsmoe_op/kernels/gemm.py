@@ -21,7 +21,7 @@ from dsmoe_op.kernels.coded import PLAIN, Coded, coded_products
 from dsmoe_op.kernels.epilogue import ended, store, store_zeros
 from dsmoe_op.kernels.gemm2_persistent import gemm2_persistent, takes
 from dsmoe_op.kernels.launch import INTERPRET, launch, row_stride
-from dsmoe_op.kernels.operands import load_a, weight_rows
+from dsmoe_op.kernels.operands import finished, load_a, weight_rows
 from dsmoe_op.kernels.overlap import begin
 from dsmoe_op.kernels.quantize import takes_codes
 from dsmoe_op.tuning import Tile
@@ -353,6 +353,8 @@ def _products(
     """
     ROWS: tl.constexpr = 2 * BLOCK_N if GATED else BLOCK_N
     RAGGED: tl.constexpr = INNER % BLOCK_K != 0
+    # What the matrix unit takes from registers: rows that are weighted first, and w where its box has two planes.
+    IN_REGISTERS: tl.constexpr = WEIGHT_ON_INPUT or (SWAP and w_desc is not None)
     d_K = tl.arange(0, BLOCK_K)
     a_ptrs = a_rows_M[:, None] + d_K[None, :]
     if w_desc is None:
@@ -388,10 +390,14 @@ def _products(
             sum = tl.dot(w, a.T, sum, input_precision=PRECISION)
         else:
             sum = tl.dot(a, w.T, sum, input_precision=PRECISION)
+        if IN_REGISTERS:
+            sum = finished(sum, INTERPRET)
         if TAIL > 0:
             t = load_a(tail_ptrs, in_T, weight_on_input_T, d_K, INNER - start, True, RAGGED, WEIGHT_ON_INPUT, INTERPRET)
             tail_ptrs += BLOCK_K
             tail = tl.dot(t, w.T, tail, input_precision=PRECISION)
+            if IN_REGISTERS:
+                tail = finished(tail, INTERPRET)
     return sum, tail
 
 

@@ -36,3 +36,15 @@ def weight_rows(column, COLUMNS: tl.constexpr, BLOCK_N: tl.constexpr, ROWS: tl.c
         in_N = row_N < COLUMNS
         row_N += r_N // BLOCK_N * COLUMNS
     return row_N, in_N
+
+
+@triton.jit
+def finished(sum, INTERPRET: tl.constexpr):
+    """The same float32 sum, which is whole before the next step begins.
+
+    Triton 3.6 else leaves up to three products of a step under way, and lets the next step write the registers that
+    they still read where an operand lies in registers (triton issue 9433). A use of the sum in the loop prevents that.
+    """
+    if not INTERPRET:
+        sum = tl.inline_asm_elementwise("mov.f32 $0, $1;", "=f,f", [sum], tl.float32, is_pure=True, pack=1)
+    return sum

@@ -54,9 +54,14 @@ class Routed(NamedTuple):
     gemm2: Tile
 
 
-_FEW_ROWS = (Tile(16, 32, 128, 4, 4, swap=True), Tile(16, 64, 128, 4, 4, swap=True))
-_FEW_ROWS_OF_4_BITS = (Tile(16, 32, 256, 4, 4, swap=True), Tile(16, 64, 256, 4, 3, swap=True))
-_MANY_ROWS = (Tile(64, 64, 128, 8, 3, swap=True, least_m=16), Tile(64, 128, 128, 8, 3, swap=True, least_m=16))
+_MANY_ROWS_OF_4_BITS = (
+    Tile(64, 64, 128, 8, 3, swap=True, least_m=16),
+    Tile(64, 128, 128, 8, 3, swap=True, least_m=16),
+)
+_MANY_ROWS_OF_FP8 = (
+    Tile(64, 64, 128, 4, 3, swap=True, least_m=16),
+    Tile(64, 128, 128, 4, 3, swap=True, least_m=16),
+)
 """GEMM 1 and GEMM 2 of quantised weights."""
 
 _ROUTED: dict[str, tuple[Routed, ...]] = {
@@ -89,8 +94,16 @@ _ROUTED: dict[str, tuple[Routed, ...]] = {
     ),
     # Quantised weights: their numbers are made in registers, from where the matrix unit takes its longer side. A step
     # of fp8 is the 128 columns that share a scale.
-    "fp8": (Routed(16, ALL, *_FEW_ROWS), Routed(ALL, ALL, *_MANY_ROWS)),
-    "4bit": (Routed(16, ALL, *_FEW_ROWS_OF_4_BITS), Routed(ALL, ALL, *_MANY_ROWS)),
+    "fp8": (
+        Routed(16, ALL, Tile(16, 32, 128, 4, 4, swap=True), Tile(16, 128, 128, 4, 4, swap=True)),
+        Routed(40, ALL, Tile(32, 64, 128, 4, 3, swap=True), Tile(32, 128, 128, 4, 3, swap=True)),
+        Routed(ALL, ALL, *_MANY_ROWS_OF_FP8),
+    ),
+    "4bit": (
+        Routed(16, ALL, Tile(16, 32, 256, 4, 3, swap=True), Tile(16, 128, 128, 4, 4, swap=True)),
+        Routed(32, ALL, Tile(32, 64, 128, 4, 4, swap=True), Tile(32, 128, 128, 4, 3, swap=True)),
+        Routed(ALL, ALL, *_MANY_ROWS_OF_4_BITS),
+    ),
     "fp32_4bit": (Routed(ALL, ALL, Tile(16, 32, 64, 4, 3), Tile(16, 64, 64, 4, 3)),),
 }
 
@@ -111,10 +124,26 @@ _SHARED: dict[tuple[str, str], tuple[tuple[float, tuple[Tile, ...]], ...]] = {
     ("gemm2", "tf32"): ((24, (Tile(16, 64, 64, 4, 4),)), (ALL, (Tile(64, 128, 32, 4, 4),))),
     ("gemm1", "fp32"): ((24, (Tile(16, 32, 32, 4, 3),)), (ALL, (Tile(64, 32, 32, 8, 3),))),
     ("gemm2", "fp32"): ((24, (Tile(16, 64, 32, 4, 3),)), (ALL, (Tile(64, 64, 32, 8, 3),))),
-    ("gemm1", "fp8"): ((16, (_FEW_ROWS[0],)), (64, (_MANY_ROWS[0],)), (ALL, (_MANY_ROWS[0],))),
-    ("gemm2", "fp8"): ((16, (_FEW_ROWS[1],)), (64, (_MANY_ROWS[1],)), (ALL, (_MANY_ROWS[1],))),
-    ("gemm1", "4bit"): ((16, (_FEW_ROWS_OF_4_BITS[0],)), (64, (_MANY_ROWS[0],)), (ALL, (_MANY_ROWS[0],))),
-    ("gemm2", "4bit"): ((16, (_FEW_ROWS_OF_4_BITS[1],)), (64, (_MANY_ROWS[1],)), (ALL, (_MANY_ROWS[1],))),
+    ("gemm1", "fp8"): (
+        (16, (Tile(16, 32, 128, 4, 6, swap=True),)),
+        (64, (Tile(32, 32, 128, 4, 4, swap=True),)),
+        (ALL, (_MANY_ROWS_OF_FP8[0],)),
+    ),
+    ("gemm2", "fp8"): (
+        (16, (Tile(16, 64, 128, 4, 4, swap=True),)),
+        (64, (Tile(32, 64, 128, 4, 4, swap=True),)),
+        (ALL, (_MANY_ROWS_OF_FP8[1],)),
+    ),
+    ("gemm1", "4bit"): (
+        (16, (Tile(16, 32, 256, 4, 4, swap=True),)),
+        (64, (Tile(32, 64, 128, 4, 4, swap=True),)),
+        (ALL, (_MANY_ROWS_OF_4_BITS[0],)),
+    ),
+    ("gemm2", "4bit"): (
+        (16, (Tile(16, 64, 256, 4, 3, swap=True),)),
+        (64, (Tile(32, 64, 128, 4, 3, swap=True),)),
+        (ALL, (_MANY_ROWS_OF_4_BITS[1],)),
+    ),
     ("gemm1", "fp32_4bit"): ((ALL, (Tile(16, 32, 64, 4, 3),)),),
     ("gemm2", "fp32_4bit"): ((ALL, (Tile(16, 64, 64, 4, 3),)),),
 }
