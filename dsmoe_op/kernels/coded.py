@@ -5,8 +5,8 @@ the word's halves, become two 16-bit numbers of one register, so columns come in
 same; a scale of some columns is in the numbers, one of the whole row comes after the sum.
 
 Eight bits (fp8_*): fp8 by fp8 on the matrix unit, where a tile has 64 rows of w or more (else Triton makes them fp16
-before). A step's part of a becomes fp8 here too, so an input needs no launch and no memory of its own; a step's product
-is added in float32, with its scales where they are the step's own.
+before). a is fp8 already (`quantize.py`), or its part of a step becomes so here: where it is few rows of h, or is
+weighted first. A step's product is added in float32, with its scales where they are the step's own.
 """
 
 from __future__ import annotations
