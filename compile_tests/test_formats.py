@@ -368,6 +368,18 @@ def test_a_tie_of_an_int4_with_a_zero_point_goes_to_the_even_number():
     assert (dequantize("int4", made, 32) * 8).flatten().tolist() == want
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
+@pytest.mark.parametrize("zero_point", [False, True])
+def test_int4_of_any_dtype_and_magnitude(dtype, zero_point):
+    """A scale of float16 could not be as small as the numbers of a float16 may be."""
+    for size in (1.0, 1e-3, 3e-5):
+        w = (torch.randn(34, 96) * size).to(dtype)
+        made = quantize("int4", w, zero_point=zero_point)
+        assert made.scale.dtype == (torch.bfloat16 if dtype == torch.bfloat16 else torch.float32)
+        error = dequantize("int4", made, 96) - w.double()
+        assert error.norm() < 0.13 * w.double().norm(), size
+
+
 @ANY
 def test_zeros_stay_zeros_under_a_scale_that_is_a_number(name):
     for options in ways_to_quantize(name):

@@ -209,15 +209,16 @@ class _Plan:
         options: dict[str, Any] = {"zero_experts": config.num_zero_experts > 0, "finalized": finalized}
         options["coded_rows"] = frozenset(schedules.coded_rows(config, has_shared=dims.S > 0))
         one_chunk = kernels.num_chunks(dims.T * dims.K, alone=True) == 1
+        chosen = resolve(auto=auto)
         self.steps = schedules.plan(
-            resolve(auto=auto),
+            chosen,
             present,
             **options,
             one_chunk=one_chunk,
             one_launch=tiles.one_launch,
             coded_h=_coded_h(config, dims),
         )
-        inside, outputs = _buffers(layer, dims, config, tiles, finalized)
+        inside, outputs = _buffers(layer, dims, config, tiles, finalized, fused=chosen == "fused")
         self.buffers, self.size = _laid_out(inside)
         self.offsets = tuple(buffer.offset for buffer in self.buffers)
 
@@ -273,7 +274,7 @@ Spec = tuple[str, tuple[int, ...], torch.dtype]
 
 
 def _buffers(
-    layer: Layer, dims: Dims, config: MoEConfig, tiles: LayerTiles, finalized: bool
+    layer: Layer, dims: Dims, config: MoEConfig, tiles: LayerTiles, finalized: bool, *, fused: bool = False
 ) -> tuple[list[Spec], list[Spec]]:
     """Name, shape and dtype of the buffers in the workspace, and of the tensors that the call returns."""
     T, H, E, K, I, S, E_routing = dims
@@ -289,7 +290,7 @@ def _buffers(
         inside += [("x_codes", (T, H), formats.E4M3), ("x_scales", (T, *groups), f32)]
     for branch, over in schedules.coded_h(config, has_shared=S > 0).items():
         name, rows, width = ("h", N, I) if branch == "routed" else ("shared_h", T, S)
-        rows = rows if _coded_h(config, dims) else 0
+        rows = rows if _coded_h(config, dims) and not fused else 0
         groups = () if over == "token" else (math.ceil(width / formats.GROUP),)
         inside += [(f"{name}_codes", (rows, width), formats.E4M3), (f"{name}_scales", (rows, *groups), f32)]
     inside += [
@@ -359,7 +360,7 @@ def _coded(layer: Layer, name: str, dims: Dims, config: MoEConfig) -> kernels.Co
 
 
 _CODED_H_TOKENS = 64
-"""T up to which GEMM 2 makes h fp8 itself: a step or two of few rows, against a launch."""
+"""T up to which GEMM 2 makes h fp8 itself: a step or two of few rows, against a launch. "fused" always does."""
 
 
 def _coded_h(config: MoEConfig, dims: Dims) -> frozenset[str]:

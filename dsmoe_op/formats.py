@@ -317,7 +317,8 @@ def quantize(
     """w [E, R, K] or [R, K] in a format, each number the nearest (of two, the even one) of what its scale allows.
 
     Scales are as large as the largest number needs; those of mxfp4 are the powers of two of its specification, which
-    cut off the largest numbers by up to a quarter; those of int4 are in the dtype of w. Weights that share a scale with
+    cut off the largest numbers by up to a quarter; those of int4 are bfloat16 where w is, else
+    float32. Weights that share a scale with
     one that is not finite become NaN.
 
     Args:
@@ -385,14 +386,14 @@ def _fp8_block(w: Tensor, halves: int, interleaved: bool) -> Quantised:
 
 
 def _int4(groups: Tensor, columns: int, zero_point: bool, dtype: torch.dtype) -> Quantised:
-    """Scales are of the weights' dtype, as those of released checkpoints are, and kernels are fastest with these."""
-    least = max(LEAST_AMAX, torch.finfo(dtype).tiny)
+    """Scales of bfloat16 weights are so too: those of released checkpoints are, and kernels are fastest with these."""
+    dtype = dtype if dtype == torch.bfloat16 else torch.float32
     if not zero_point:
-        scale = (groups.abs().amax(-1) / 7).clamp(min=least).to(dtype)
+        scale = (groups.abs().amax(-1) / 7).clamp(min=LEAST_AMAX).to(dtype)
         q = (groups / scale.unsqueeze(-1)).round() + INT4_ZERO
         return Quantised(pack(_codes(q, columns)), scale)
     low, high = groups.amin(-1).clamp(max=0), groups.amax(-1).clamp(min=0)
-    scale = ((high - low) / 15).clamp(min=least).to(dtype)
+    scale = ((high - low) / 15).clamp(min=LEAST_AMAX).to(dtype)
     zero = (-low / scale).round().clamp(0, 15)
     q = (groups / scale.unsqueeze(-1)).round() + zero.unsqueeze(-1)
     return Quantised(pack(_codes(q, columns)), scale, pack_rows(zero.to(torch.uint8)))

@@ -53,7 +53,7 @@ def directly(x: Tensor, args: dict, schedule: str) -> list[tuple]:
         schedule, present, zero_experts=False, finalized=True, one_chunk=one_chunk, one_launch=tiles.one_launch
     )
     with pytest.MonkeyPatch.context() as patch:
-        for name in ("router", "route", "gemm", "gemm2_persistent", "experts", "gate", "finalize"):
+        for name in ("quantize", "router", "route", "gemm", "gemm2_persistent", "experts", "gate", "finalize"):
             patch.setattr(sys.modules[f"dsmoe_op.kernels.{name}"], "launch", launch)
         for step in steps:
             if isinstance(step, cuda.schedules.Launch):

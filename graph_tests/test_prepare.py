@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from layers import WAYS, make_layer
+from layers import WAYS, make_layer, quantized
 from torch import Tensor
 
 from dsmoe_op import checks, cuda, kernels, streams
@@ -43,7 +43,7 @@ class Recorder:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.warm: set[object] = set()
         self.launched: set[object] = set()
-        for name in ("router", "route", "gemm", "gemm2_persistent", "experts", "gate", "finalize"):
+        for name in ("quantize", "router", "route", "gemm", "gemm2_persistent", "experts", "gate", "finalize"):
             monkeypatch.setattr(sys.modules[f"dsmoe_op.kernels.{name}"], "launch", self.launch)
         monkeypatch.setattr(streams, "relaxed_capture", contextlib.nullcontext)
         monkeypatch.setattr(cuda, "_prepared", set())
@@ -97,6 +97,29 @@ def test_one_call_of_any_size_prepares_all_sizes(recorder, dtype, way, schedule,
     launched = {name for name, *_ in recorder.launched}
     assert ("_persistent_gemm2" in launched) == (dtype == torch.bfloat16 and schedule != "fused")
     assert any(overlap and overlap[0] for *_, overlap in recorder.launched) == (dtype == torch.bfloat16)
+
+
+@pytest.mark.parametrize(
+    "formats", [("fp8_block", "fp8_block"), ("fp8_channel", None), (None, "fp8_block"), ("int4", "mxfp4")]
+)
+@pytest.mark.parametrize("schedule", ["dual", "fused"])
+def test_one_call_of_a_quantised_layer_prepares_all_sizes(recorder, schedule, formats) -> None:
+    if schedule == "fused" and formats[0] != formats[1]:
+        pytest.skip("fused takes one format")
+
+    def layer(T: int) -> tuple[Tensor, dict]:
+        x, args = make_layer(T, dtype=torch.bfloat16, S=64, shared_gate=True)
+        return x, quantized(args, *formats)
+
+    call(*layer(3), schedule=schedule)
+    warm = set(recorder.warm)
+    for T in TOKENS:
+        call(*layer(T), schedule=schedule)
+    assert recorder.launched <= warm
+    assert recorder.warm == warm
+    made = {name for name, *_ in recorder.launched if name.startswith("_quantize")}
+    rounds = any(name in ("fp8_block", "fp8_channel") for name in formats)
+    assert made == ({"_quantize_rows", *(["_quantize_h"] if schedule == "dual" else [])} if rounds else set())
 
 
 def padded(x: Tensor, before: int, after: int) -> Tensor:

@@ -33,7 +33,7 @@ def made(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[bool, str, int,
     def launch(kernel: Any, grid: Any, args: Any, meta: dict[str, Any], *, warmup: bool = False) -> None:
         found.append((warmup, kernel.fn.__name__, meta.get("BLOCK_M", 0), meta))
 
-    for name in ("router", "route", "gemm", "gemm2_persistent", "experts", "gate", "finalize"):
+    for name in ("quantize", "router", "route", "gemm", "gemm2_persistent", "experts", "gate", "finalize"):
         monkeypatch.setattr(sys.modules[f"dsmoe_op.kernels.{name}"], "launch", launch)
     monkeypatch.setattr(streams, "relaxed_capture", contextlib.nullcontext)
     monkeypatch.setattr(cuda, "_prepared", set())

@@ -226,13 +226,11 @@ class Answers:
 
 
 def quantise(name: str, format: FormatName, weight: Tensor, halves: int) -> formats.Quantised:
-    """The weight of that argument in a format, as released checkpoints have it: scales of int4 in the model's dtype.
+    """The weight of that argument in a format, which may be one without memory.
 
-    What it multiplies has a static scale in fp8_tensor, up to LARGEST. The weight may be one without memory.
+    What it multiplies has a static scale in fp8_tensor, up to LARGEST.
     """
     parts = quantizing.quantize_each(format, weight, halves=halves)
-    if format == "int4":
-        parts = parts._replace(scale=parts.scale.to(weight.dtype))
     if format == "fp8_tensor":
         largest = LARGEST[name.removeprefix("shared_")]
         scale = torch.full((1,), largest / formats.LARGEST_E4M3, device=weight.device)

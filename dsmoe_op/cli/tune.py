@@ -289,6 +289,8 @@ def _product_jobs(shape: Shape, tokens: Sequence[int]) -> list[Job]:
     """The products' launches one by one, and what they need before them."""
     codes = schedules.coded_rows(shape.config, has_shared=shape.S > 0)
     before = ["quantize"] * bool(codes) + ["router", "choose_order"] + ["gate"] * bool(shape.S and shape.shared_gate)
+    of_h = schedules.coded_h(shape.config, has_shared=shape.S > 0)
+    before += ["quantize_h"] * ("routed" in of_h) + ["quantize_shared_h"] * ("shared" in of_h)
     jobs = [Job(shape, name, None) for name in before]
     for T in tokens:
         jobs += [Job(shape, name, tile) for name, some in candidates.tiles(shape, T).items() for tile in some]

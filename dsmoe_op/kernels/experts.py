@@ -123,7 +123,7 @@ def experts(
         rows.row_of_TK if ends else None,
         out_TH,
         T,
-        *(tensor for one in (*coded, *shared_coded) for tensor in one[:4]),
+        *(tensor for its in (*coded, *shared_coded) for tensor in its[:4]),
     )
     steps = [max(triton.cdiv(n, tile.block_k) for n in of) for tile, of in ((one, (H,)), (two, (I, S)))]
     stages = [max(2, min(tile.num_stages, n)) for tile, n in zip(tiles, steps, strict=True)]
