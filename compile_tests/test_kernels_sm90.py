@@ -238,6 +238,8 @@ def instructions(kernel: Any, folder) -> list[tuple[int, str]]:
 def check_loops(kernel: Any, folder) -> int:
     """No step of a loop may write registers that a matrix instruction of the step before still reads: where one takes
     an operand from registers, the step ends when all are done. The number of such loops."""
+    if not re.search(r"wgmma\.mma_async\S*\s+\{[^}]*\},\s*\{", kernel.asm["ptx"]):  # all operands in shared memory
+        return 0
     code = instructions(kernel, folder)
     loops = 0
     for address, text in code:
