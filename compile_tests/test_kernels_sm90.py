@@ -5,284 +5,47 @@ Sizes are those of DeepSeek-V3 (or odd ones, where masks matter), on tensors wit
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import re
-import subprocess
-import sys
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 triton = pytest.importorskip("triton", reason="no triton")
 
-from triton.backends.compiler import GPUTarget  # noqa: E402
-from triton.runtime.driver import driver  # noqa: E402
+from sm90 import (  # noqa: E402
+    BF16,
+    FORMS,
+    FP16,
+    FP32,
+    SHARED_MEMORY,
+    TOKENS,
+    V3,
+    Layer,
+    check_loops,
+    check_products,
+    check_resources,
+    coded_weight,
+    compiled,
+    least_side,
+    matrix_instructions,
+    named,
+    stack_bytes,
+)
 
 from dsmoe_op import formats, kernels, schedule, tuning  # noqa: E402
 from dsmoe_op.cli import arguments, candidates, compiling, shapes  # noqa: E402
 from dsmoe_op.config import MoEConfig  # noqa: E402
 from dsmoe_op.kernels import gemm2_persistent  # noqa: E402
-from dsmoe_op.kernels import launch as launch_module  # noqa: E402
 from dsmoe_op.kernels.launch import INTERPRET  # noqa: E402
 from dsmoe_op.tuning import LayerTiles, Tile  # noqa: E402
 from dsmoe_op.tuning.tile import ONE_LAUNCH_KINDS  # noqa: E402
 
 pytestmark = pytest.mark.skipif(INTERPRET, reason="needs Triton's compiler, and its interpreter is on")
 
-BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
-V3 = MoEConfig(top_k=8, n_group=8, topk_group=4, routed_scaling_factor=2.5)
-SHARED_MEMORY = 227 * 1024
-FORMS = ("routed", "shared", "fused")
-LAUNCHERS = ("quantize", "router", "route", "gemm", "gemm2_persistent", "experts", "gate", "finalize")
-"""Modules of kernels that launch."""
-TOKENS = (1, 2, 3, 15, 16, 17, 64, 65, 500, 1000, 5000, 70000)
-
-
-class _Sm90:
-    """What Triton asks a driver for while it compiles."""
-
-    def get_current_target(self) -> GPUTarget:
-        return GPUTarget("cuda", 90, 32)
-
-    def get_current_device(self) -> int:
-        return 90  # of no machine, so that no real device's kernels are mixed with these
-
-    def get_current_stream(self, device: int) -> int:
-        return 0
-
-
-@pytest.fixture
-def compiled(monkeypatch) -> list[Any]:
-    """The kernels that launchers warm up or launch, compiled and not loaded."""
-    found: list[Any] = []
-
-    def compile_only(kernel, grid, args, meta, *, warmup=False):
-        launch_module.launch(kernel, grid, args, meta, warmup=True)
-
-    monkeypatch.setattr(driver, "_active", _Sm90())
-    monkeypatch.setattr(
-        launch_module, "_load", lambda one: found.append(one.result() if hasattr(one, "result") else one)
-    )
-    for module in LAUNCHERS:
-        monkeypatch.setattr(sys.modules[f"dsmoe_op.kernels.{module}"], "launch", compile_only)
-    return found
-
-
-@dataclasses.dataclass(kw_only=True)
-class Layer:
-    """Arguments of every launcher for one layer, on tensors without memory."""
-
-    T: int = 4
-    H: int = 7168
-    I: int = 2048
-    E: int = 256
-    S: int = 2048
-    dtype: torch.dtype = BF16
-    router_dtype: torch.dtype = BF16
-    config: MoEConfig = V3
-    transposed: bool = False
-    bias: torch.dtype | None = None
-    allow_tf32: bool = False
-    misaligned: bool = False
-    longer_rows: int = 0
-    plain: bool = False
-    """The shared expert has no gate, and the call no padding."""
-
-    def tensor(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
-        return torch.empty(shape, dtype=dtype or self.dtype, device="meta")
-
-    def weight(self, *shape: int) -> Tensor:
-        if self.transposed:
-            return self.tensor(*shape[:-2], shape[-1], shape[-2]).mT
-        return self.tensor(*shape[:-1], shape[-1] + self.longer_rows)[..., : shape[-1]]
-
-    @property
-    def x(self) -> Tensor:
-        return self.tensor(self.T, self.H + 3)[:, 3:] if self.misaligned else self.tensor(self.T, self.H)
-
-    def slots(self, dtype: torch.dtype = torch.int32) -> Tensor:
-        return self.tensor(self.T, self.config.top_k, dtype=dtype)
-
-    def rows(self, block_m: int = 64) -> kernels.Rows:
-        def ints(*shape: int) -> Tensor:
-            return self.tensor(*shape, dtype=torch.int32)
-
-        E, N = self.E, self.T * self.config.top_k
-        blocks, counters = ints(3, kernels.num_blocks(N, E, block_m)), ints(kernels.num_counters(N, E))
-        arrivals = ints(blocks.shape[1] + self.T + self.H)  # more than any tile needs
-        return kernels.Rows(ints(E + 1), ints(N), self.slots(), blocks, block_m, 0, counters, ints(1), arrivals)
-
-    def routing(self, warmup: bool = True) -> None:
-        """Each way to route: from hidden_states, from logits, and from ids."""
-        E, Z, rows = self.E, self.config.num_zero_experts, self.rows()
-        weight = self.tensor(E + Z, self.H, dtype=self.router_dtype)
-        logits = self.tensor(kernels.router_splits(self.T, self.dtype, weight), self.T, E + Z, dtype=FP32)
-        given, bias = self.tensor(1, self.T, E + Z, dtype=BF16), self.tensor(E + Z, dtype=FP32)
-        slots, valid = (self.slots(), self.slots(FP32)), self.tensor(1, dtype=torch.int32)
-        choice = {"config": self.config, "model_dtype": self.dtype, "warmup": warmup}
-        kernels.router_logits(self.x, weight, logits, counters=rows.counters, warmup=warmup)
-        kernels.choose(logits, bias, valid, *slots, router_bias=bias, router_weight=weight, rows=rows, **choice)
-        kernels.choose(given, bias, valid, *slots, counters=rows.counters, **choice)
-        order = {"num_experts": E, "num_zero_experts": Z, "rows": rows, "warmup": warmup}
-        kernels.order_rows(*slots, None, None, **order)
-        kernels.zero_counters(rows, warmup=warmup)
-        kernels.order_rows(*slots, None, valid, ids_out_TK=slots[0], weights_out_TK=slots[1], **order)
-
-    def tiles(self, *, warmup: bool) -> tuple[LayerTiles, ...]:
-        """All that can be chosen, or what these sizes choose."""
-        kind = tuning.gemm_kind(self.dtype, self.allow_tf32)
-        if warmup:
-            return tuning.layer_variants(kind)
-        return (tuning.layer_tiles(kind, self.T, self.H, self.E, self.config.top_k, self.S),)
-
-    def gemms(self, *forms: str, warmup: bool = True, overlaps: bool = True) -> None:
-        """The launches of each form; those that may overlap only if asked for."""
-
-        def launch() -> None:
-            for tiles, form in itertools.product(self.tiles(warmup=warmup), forms):
-                if tiles.overlaps and not overlaps:
-                    continue
-                gemm1, gemm2 = tiles[:2] if form != "shared" else tiles[2:4]
-                with kernels.overlapping(tiles.overlaps, tiles.overlaps):
-                    self.gemm1(form, gemm1, warmup=warmup)
-                    self.gemm2(form, gemm2, warmup=warmup)
-
-        kernels.compile_together(launch) if warmup else launch()
-
-    def gemm1(self, form: str, tile: Tile, *, warmup: bool = True) -> None:
-        N, width = self.T * self.config.top_k, 2 if self.config.gated else 1
-        E, H, I, S, rows = self.E, self.H, self.I, self.S, self.rows(tile.block_m)
-        args: dict[str, Any] = {"config": self.config, "tile": tile, "allow_tf32": self.allow_tf32, "warmup": warmup}
-        args["num_valid_tokens"] = self.tensor(1, dtype=torch.int32)
-        if form != "shared":
-            args |= {"w13": self.weight(E, width * I, H), "h_NI": self.tensor(N, I), "blocks": rows.blocks_3B}
-            args |= {"sorted_slot_N": rows.sorted_slot_N, "topk_weights_TK": self.slots(FP32)}
-            args["w13_bias"] = self.tensor(E, width * I, dtype=self.bias) if self.bias else None
-        if form != "routed":
-            args |= {"shared_w13": self.weight(width * S, H), "h_shared_TS": self.tensor(self.T, S)}
-        kernels.gemm1(self.x, **args)
-
-    def gemm2(self, form: str, tile: Tile, *, zero_tail: bool = True, warmup: bool = True) -> None:
-        N, E, H, I, S, rows = self.T * self.config.top_k, self.E, self.H, self.I, self.S, self.rows(tile.block_m)
-        args: dict[str, Any] = {"config": self.config, "tile": tile, "allow_tf32": self.allow_tf32, "warmup": warmup}
-        args["num_valid_tokens"] = self.tensor(1, dtype=torch.int32)
-        if form != "shared":
-            args |= {"w2": self.weight(E, H, I), "h_NI": self.tensor(N, I), "blocks": rows.blocks_3B}
-            args |= {"offsets": rows.offsets, "taken": rows.taken, "y_NH": self.tensor(N, H), "zero_tail": zero_tail}
-            args["w2_bias"] = self.tensor(E, H, dtype=self.bias) if self.bias else None
-        if form != "routed":
-            args |= {"shared_w2": self.weight(H, S), "h_shared_TS": self.tensor(self.T, S)}
-            args |= {"shared_TH": self.tensor(self.T, H), "gate_T": self.tensor(self.T, dtype=FP32)}
-        if self.plain:
-            args |= {"gate_T": None, "num_valid_tokens": None}
-        kernels.gemm2(**args)
-
-    def experts(self, form: str, tiles: tuple[Tile, Tile], *, ends: bool, warmup: bool = True) -> None:
-        """One launch of both products; form as in `gemms`, but "shared"."""
-        T, H, I, S, N, width = self.T, self.H, self.I, self.S, self.T * self.config.top_k, 1 + self.config.gated
-        args: dict[str, Any] = {"zero_tail": not ends, "out_TH": self.tensor(T, H) if ends else None}
-        if self.bias:
-            args["w13_bias"] = self.tensor(self.E, width * I, dtype=self.bias)
-            args["w2_bias"] = self.tensor(self.E, H, dtype=self.bias)
-        if form == "fused":
-            args |= {"shared_w13": self.weight(width * S, H), "shared_w2": self.weight(H, S)}
-            args |= {"h_shared_TS": self.tensor(T, S), "gate_T": self.tensor(T, dtype=FP32)}
-            args["num_valid_tokens"] = self.tensor(1, dtype=torch.int32)
-        if form == "fused" or ends:
-            args["shared_TH"] = self.tensor(T, H)
-        kernels.experts(
-            self.x, config=self.config, tiles=tiles, rows=self.rows(tiles[0].block_m),
-            w13=self.weight(self.E, width * I, H), w2=self.weight(self.E, H, I), h_NI=self.tensor(N, I),
-            y_NH=self.tensor(N, H), topk_ids_TK=self.slots(), topk_weights_TK=self.slots(FP32),
-            warmup=warmup, **args,
-        )  # fmt: skip
-
-    def ends(self, warmup: bool = True) -> None:
-        T, H, K = self.T, self.H, self.config.top_k
-        gate_weight, gate = self.tensor(1, H), self.tensor(T, dtype=FP32)
-        kernels.shared_gate(self.x, gate_weight, gate, warmup=warmup)
-        kernels.finalize(
-            self.tensor(T * K, H), self.slots(), self.slots(FP32), self.slots(), self.tensor(T, H), self.x,
-            self.tensor(T, H), config=self.config, warmup=warmup,
-        )  # fmt: skip
-
-    def all(self, warmup: bool = True) -> None:
-        self.routing(warmup)
-        self.gemms(*FORMS, warmup=warmup)
-        self.ends(warmup)
-
-
-def stack_bytes(kernel: Any, folder) -> int:
-    """Local memory of a thread, in bytes: where spilled registers go."""
-    cubin = folder / "kernel.cubin"
-    cubin.write_bytes(kernel.asm["cubin"])
-    command = [triton.knobs.nvidia.cuobjdump.path, "-res-usage", str(cubin)]
-    usage = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    return sum(int(n) for n in re.findall(r"(?:STACK|LOCAL):(\d+)", usage))
-
-
-def instructions(kernel: Any, folder) -> list[tuple[int, str]]:
-    """Address and text of each machine instruction."""
-    cubin = folder / "kernel.cubin"
-    cubin.write_bytes(kernel.asm["cubin"])
-    command = [triton.knobs.nvidia.cuobjdump.path, "-sass", str(cubin)]
-    text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    found = re.findall(r"/\*([0-9a-f]{4,})\*/\s+(.*?)\s*;", text)
-    return [(int(address, 16), instruction) for address, instruction in found]
-
-
-def check_loops(kernel: Any, folder) -> int:
-    """No step of a loop may write registers that a matrix instruction of the step before still reads: where one takes
-    an operand from registers, the step ends when all are done. The number of such loops."""
-    if not re.search(r"wgmma\.mma_async\S*\s+\{[^}]*\},\s*\{", kernel.asm["ptx"]):  # all operands in shared memory
-        return 0
-    code = instructions(kernel, folder)
-    loops = 0
-    for address, text in code:
-        target = re.search(r"BRA\S*.* 0x([0-9a-f]+)", text)
-        if target is None or int(target[1], 16) >= address:
-            continue
-        body = [one for at, one in code if int(target[1], 16) <= at <= address]
-        if any(re.search(r"GMMA\S* R\d+, R\d+, gdesc", one) for one in body):
-            last = [one for one in body if "WARPGROUP.DEPBAR" in one or "GMMA" in one][-1]
-            assert re.search(r"DEPBAR.LE gsb0, 0x0$", last), (kernel.metadata, last)
-            loops += 1
-    return loops
-
-
-def check_resources(compiled: list[Any], folder) -> None:
-    for kernel in compiled:
-        assert kernel.metadata.shared <= SHARED_MEMORY, kernel.metadata
-        assert stack_bytes(kernel, folder) == 0, kernel.metadata
-        check_loops(kernel, folder)
-
-
-def matrix_instructions(kernel: Any) -> set[str]:
-    """Kinds of matrix instruction, such as "wgmma bf16" or "mma tf32", of a kernel."""
-    text = kernel.asm["ptx"]
-    found = {f"wgmma {kind}" for kind in re.findall(r"wgmma\.mma_async\S*\.f32\.(\w+)\.\w+", text)}
-    return found | {f"mma {kind}" for kind in re.findall(r"mma\.sync\S*\.f32\.(\w+)\.\w+\.f32", text)}
-
-
-def least_side(kernel: Any) -> int:
-    """The fewest rows that an accumulator has in the IR."""
-    return min(int(rows) for rows in re.findall(r"tt\.dot.*-> tensor<(\d+)x\d+xf32", kernel.asm["ttir"]))
-
-
-def named(compiled: list[Any], name: str) -> list[Any]:
-    return [kernel for kernel in compiled if kernel.metadata.name == name]
-
-
-def check_products(compiled: list[Any], name: str) -> None:
-    """Every product is of the matrix units, and of warpgroups where it has rows for them."""
-    for kernel in named(compiled, "_grouped_gemm"):
-        assert matrix_instructions(kernel) == {f"wgmma {name}" if least_side(kernel) >= 64 else f"mma {name}"}
-    for kernel in named(compiled, "_persistent_gemm2"):
-        assert matrix_instructions(kernel) == {f"wgmma {name}"}
+__all__ = ["compiled"]
 
 
 @pytest.mark.parametrize(
@@ -314,23 +77,6 @@ def test_16bit_products_fit_in_every_layout(compiled, tmp_path, layer):
     layer.gemms("fused", overlaps=False)
     check_products(compiled, "bf16")
     check_resources(compiled, tmp_path)
-
-
-def coded_weight(name: str, E: int, R: int, C: int, halves: int) -> dict[str, Any]:
-    """q and the rest of a quantised weight without memory; E = 0 for the shared expert's."""
-
-    def empty(*shape: int, dtype: torch.dtype) -> Tensor:
-        return torch.empty((E, *shape) if E else shape, dtype=dtype, device="meta")
-
-    format = formats.FORMATS[name]
-    bits, dtype = format.bits, {"mxfp4": torch.uint8, "int4": BF16}.get(name, format.scale_dtypes[0])
-    q = empty(R, C * bits // 8, dtype=torch.uint8 if bits == 4 else format.dtypes[0])
-    scale = empty(*formats.scale_shapes(name, R, C, halves=halves)[0], dtype=dtype)
-    zero = empty(R // 2, scale.shape[-1], dtype=torch.uint8) if name == "int4" else None
-    whole = empty(dtype=FP32) if format.has_global_scale else None
-    given = torch.empty(1, dtype=FP32, device="meta") if format.activations == "tensor" else None
-    parts = formats.Quantised(q, scale, zero, whole, given)
-    return {"q": q, "coded": kernels.coded(name, parts, R, C, halves, False)}
 
 
 def test_weighted_inputs_and_half_empty_blocks_are_multiplied_from_registers_a_step_at_a_time(compiled, tmp_path):

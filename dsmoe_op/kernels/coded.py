@@ -352,7 +352,7 @@ def coded_products(
     factor_M = scale_M
     if a_scale_ptr is not None:
         tl.static_assert(NAME == "fp8_block" or NAME == "fp8_channel")
-        a_scale_ptrs = a_scale_ptr + read_M * (tl.cdiv(INNER, 128) if NAME == "fp8_block" else 1)
+        a_scale_ptrs = a_scale_ptr + read_M * (SCALE_COLUMNS if NAME == "fp8_block" else 1)
         scale_M = tl.load(a_scale_ptrs)
     elif NAME == "fp8_channel":
         amax_M = _row_amax(a_rows_M, in_M, weight_on_input_M, INNER, BLOCK_M, BLOCK_K, WEIGHT_ON_INPUT, INTERPRET)
