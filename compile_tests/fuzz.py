@@ -132,7 +132,8 @@ def moved(t: Tensor, how: str) -> Tensor:
 def quantized_at_random(args: dict[str, Any], routed: str | None, shared: str | None, **options: Any) -> dict[str, Any]:
     """The layer in these formats, its tensors in any dtypes, shapes and places that are taken.
 
-    Each 16 rows and columns of a weight are of a size of their own, and each half of it, so that scales differ.
+    Each 16 rows and columns of a weight are of a size of their own, and each half of it, so that scales differ; in
+    float16 none is larger than it was, so that no product leaves that dtype's range.
     """
     prefixes = [prefix for prefix, format in (("", routed), ("shared_", shared)) if format and f"{prefix}w13" in args]
     args = dict(args)
@@ -142,7 +143,7 @@ def quantized_at_random(args: dict[str, Any], routed: str | None, shared: str | 
         sizes = 2.0 ** torch.randint(-2, 3, (*experts, -(-rows // 16), -(-columns // 16)))
         sizes = sizes.repeat_interleave(16, -2).repeat_interleave(16, -1)[..., :rows, :columns]
         sizes = sizes * 4.0 ** torch.randint(-1, 2, (*experts, 2, 1)).repeat_interleave(rows // 2, -2)
-        args[name] = w * sizes.to(w.dtype)
+        args[name] = w * (sizes / sizes.max() if w.dtype == torch.float16 else sizes).to(w.dtype)
     int4 = options if "int4" in (routed, shared) else {}
     new = quantized(args, routed, shared, **int4)
     for name in (f"{prefix}{weight}" for prefix in prefixes for weight in ("w13", "w2")):
