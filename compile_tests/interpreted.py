@@ -97,10 +97,12 @@ def empty_rows(T: int, K: int, E: int, block_m: int, tail: int = 0, arrivals: in
     return kernels.Rows(*order, garbage(1), garbage(arrivals))
 
 
-def order_rows(ids, weights, expert_map=None, num_valid=None, *, E, Z=0, canonical=True, block_m=16, tail=0):
+def order_rows(
+    ids, weights, expert_map=None, num_valid=None, *, E, Z=0, canonical=True, block_m=16, tail=0, arrivals=300
+):
     """The rows, and canonical ids and weights."""
     T, K = ids.shape
-    rows = empty_rows(T, K, E, block_m, tail)
+    rows = empty_rows(T, K, E, block_m, tail, arrivals)
     out_ids, out_weights = torch.full((T, K), GARBAGE, dtype=torch.int32), torch.full((T, K), NAN)
     kernels.order_rows(
         ids, weights, expert_map, num_valid, num_experts=E, num_zero_experts=Z, rows=rows,

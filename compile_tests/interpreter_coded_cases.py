@@ -13,7 +13,7 @@ import pytest
 import torch
 import triton
 import triton.language as tl
-from interpreted import BF16, FP16, FP32, FP64, GARBAGE, NAN, close, order_of, padded_rows, randn, rng
+from interpreted import BF16, FP16, FP32, FP64, GARBAGE, NAN, close, order_of, order_rows, padded_rows, randn, rng
 from torch import Tensor
 
 from dsmoe_op import formats, kernels, reference
@@ -252,3 +252,41 @@ def test_the_shared_experts_products_are_right(rng, name):
         close(h[:-3], reference.activation(sums, config, clamp=None)[:-3], sums=sums)
         close(shared[:-3], (gate.to(FP64)[:, None] * (w2.rows(h, 0) @ w2.numbers.T))[:-3])
         assert (shared[-3:] == 0).all()
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+@pytest.mark.parametrize("name", FORMATS)
+def test_programs_may_share_the_tiles_of_codes(rng, name, ahead):
+    """Each with a part of H, and of its scales. fp8_channel has parts where a launch has made the rows' codes ahead."""
+    T, H, I, S, E, K = 5, 512, 48, 80, 4, 2
+    dtype, config = random_of(rng, FP32, FP16), MoEConfig(top_k=K)
+    tiles = Tile(16, 32, 128, 4, 3, swap=True, splits=2), Tile(16, 128, 128, 4, 3, swap=True)
+    options = {"group": random_of(rng, 32, 64, 128), "zero_point": True} if name == "int4" else {}
+    w13, w2 = (make_weight(rng, name, E, R, C, n, False, **options) for R, C, n in ((2 * I, H, 2), (H, I, 1)))
+    shared = [make_weight(rng, name, 0, R, C, n, False, **options) for R, C, n in ((2 * S, H, 2), (H, S, 1))]
+    ids = torch.randint(-1, E, (T, K), generator=rng, dtype=torch.int32)
+    rows = order_rows(ids, None, E=E, canonical=False, arrivals=kernels.num_arrivals(20, T, H, I, S, tiles))[0]
+    x = randn(rng, T, H, dtype=dtype)
+    activations, codes = FORMATS[name].activations, {}
+    if ahead and activations in ("block", "token"):
+        scales = torch.empty(T, *(() if activations == "token" else (H // 128,)))
+        codes = {"x_codes_TH": torch.empty(T, H, dtype=formats.E4M3), "x_scales": scales}
+        kernels.quantize_rows(x, *codes.values())
+    h, h_shared = torch.full((T * K, I), NAN, dtype=dtype), torch.full((T, S), NAN, dtype=dtype)
+    y, out = torch.full((T * K, H), NAN, dtype=dtype), torch.full((T, H), NAN, dtype=dtype)
+    parts = torch.full((kernels.num_parts(T, K, I, S, True, tiles[0]),), NAN)
+    kernels.experts(
+        x, config=config, tiles=tiles, rows=rows, topk_ids_TK=ids, topk_weights_TK=torch.rand(T, K), w13=w13.q, w2=w2.q,
+        h_NI=h, y_NH=y, shared_w13=shared[0].q, shared_w2=shared[1].q, h_shared_TS=h_shared, out_TH=out, parts=parts,
+        shared_TH=torch.full((T, H), NAN, dtype=dtype), coded=(w13.coded, w2.coded),
+        shared_coded=tuple(w.coded for w in shared), **codes,
+    )  # fmt: skip
+    start = 0
+    for expert, end in enumerate(rows.offsets.tolist()[1:]):
+        sums = w13.rows(x[rows.sorted_slot_N[start:end].long() // K], expert) @ w13.numbers[expert].T
+        close(h[start:end], reference.activation(sums, config, clamp=None), sums=sums)
+        start = end
+    sums = shared[0].rows(x, 0) @ shared[0].numbers.T
+    close(h_shared, reference.activation(sums, config, clamp=None), sums=sums)
+    assert out.isfinite().all()
+    assert parts.isnan().all() == (name == "fp8_channel" and not ahead)

@@ -24,6 +24,7 @@ from interpreted import (
     close,
     empty_rows,
     order_of,
+    order_rows,
     padded_rows,
     randn,
     rng,
@@ -563,6 +564,45 @@ def test_one_launch_has_the_bits_of_gemm1_gemm2_and_finalize(rng, tiles):
         for apart, got, there in zip(*outs, (True, True, fused, ends), strict=True):
             assert apart.isfinite().all() or not there
             assert torch.equal(got, apart) or not there
+
+
+@pytest.mark.parametrize(("splits", "swap", "H"), [(2, True, 192), (4, True, 256), (4, False, 128), (4, True, 144)])
+@pytest.mark.parametrize(
+    "options", [{}, {"w13_order": "interleaved"}, {"activation": "relu2"}, {"apply_router_weight_on_input": True}]
+)
+def test_programs_may_share_the_tiles_of_the_one_launchs_gemm1(rng, options, splits, swap, H):
+    """Where H has whole parts, which 144 has not. Every program but the last one of a tile only leaves its part."""
+    T, I, S, E, K = 11, 48, 80, 5, 3
+    tiles = Tile(16, 32, 32, 4, 3, swap=swap, splits=splits), Tile(16, 128, 32, 4, 3, swap=swap)
+    config = MoEConfig(top_k=K, clamp_routed=0.9, **options)
+    width = 1 + config.gated
+    w13, w2 = randn(rng, E, width * I, H, dtype=FP16, scale=0.2), randn(rng, E, H, I, dtype=FP16)
+    shared_w13, shared_w2 = transposed(randn(rng, width * S, H, dtype=FP16, scale=0.2)), randn(rng, H, S, dtype=FP16)
+    bias, x, weights = randn(rng, E, width * I), padded_rows(randn(rng, T, H, dtype=FP16)), torch.rand(T, K)
+    valid, ids = torch.tensor([T - 3], dtype=torch.int32), some_ids(rng, T, K, E)
+    ids[T - 3 :] = -1
+    rows = order_rows(ids, weights, E=E, arrivals=kernels.num_arrivals(20, T, H, I, S, tiles))[0]
+    h, h_shared = torch.full((T * K, I), NAN, dtype=FP16), torch.full((T, S), NAN, dtype=FP16)
+    y, shared, out = (torch.full((n, H), NAN, dtype=FP16) for n in (T * K, T, T))
+    parts = torch.full((kernels.num_parts(T, K, I, S, config.gated, tiles[0]),), NAN)
+    kernels.experts(
+        x, config=config, tiles=tiles, rows=rows, topk_ids_TK=ids, topk_weights_TK=weights, w13=w13, w13_bias=bias,
+        w2=w2, h_NI=h, y_NH=y, shared_w13=shared_w13, shared_w2=shared_w2, h_shared_TS=h_shared, shared_TH=shared,
+        num_valid_tokens=valid, out_TH=out, parts=parts,
+    )  # fmt: skip
+    on_input = weights if config.apply_router_weight_on_input else None
+    want, sums = gemm1_oracle(x, w13, bias, config, rows, on_input)
+    close(h[: len(want)], want, sums=sums)
+    sums = x.to(FP64) @ shared_w13.to(FP64).T
+    close(h_shared[:-3], reference.activation(sums, config, clamp=None)[:-3], sums=sums)
+    assert (h_shared[-3:] == 0).all()
+    assert parts.isnan().all() == (H == 144)
+    assert out.isfinite().all()
+    # The rest has the bits of the launches of its own, for these h.
+    apart, alone = torch.full_like(y, NAN), torch.full_like(out, NAN)
+    kernels.gemm2(config=config, tile=tiles[1], w2=w2, blocks=rows.blocks_3B, h_NI=h, y_NH=apart)
+    kernels.finalize(apart, ids, weights, rows.row_of_TK, shared, None, alone, config=config)
+    assert torch.equal(out, alone)
 
 
 # All together

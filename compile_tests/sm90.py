@@ -182,6 +182,9 @@ class Layer:
             args["num_valid_tokens"] = self.tensor(1, dtype=torch.int32)
         if form == "fused" or ends:
             args["shared_TH"] = self.tensor(T, H)
+        args["parts"] = self.tensor(
+            kernels.num_parts(T, self.config.top_k, I, S, self.config.gated, tiles[0]), dtype=FP32
+        )
         kernels.experts(
             self.x, config=self.config, tiles=tiles, rows=self.rows(tiles[0].block_m),
             w13=self.weight(self.E, width * I, H), w2=self.weight(self.E, H, I), h_NI=self.tensor(N, I),

@@ -167,7 +167,7 @@ def test_candidates_for_quantised_products_use_the_matrix_units_and_fit(compiled
         assert {(kernel, tile) for tile in listed} <= tiles
     for pair in candidates._TOGETHER[kind]:
         assert tuning.one_launch(kind, 64, *pair)
-        tiles.add(("experts", pair))
+        tiles |= {("experts", pair), ("experts", (pair[0]._replace(splits=4), pair[1]))}
 
     def launch() -> None:
         for kernel, tile in sorted(tiles):
@@ -250,7 +250,8 @@ def tiles_of_one_launch() -> list[tuple[Tile, Tile]]:
     assert table is not None
     rows = [row for (shape, _), row in table.rows.items() if shape.kind == "16bit"]
     chosen = (*tuning.layer_variants("16bit"), *(row.choice.tiles for row in rows))
-    return list(dict.fromkeys(tiles[:2] for tiles in chosen if tiles.one_launch))
+    pairs = list(dict.fromkeys(tiles[:2] for tiles in chosen if tiles.one_launch))
+    return [*pairs, (pairs[0][0]._replace(splits=4), pairs[0][1])]
 
 
 @pytest.mark.parametrize(("form", "ends"), [("routed", False), ("fused", True)])

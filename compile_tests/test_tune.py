@@ -275,6 +275,16 @@ def test_candidates_are_such_as_tables_take(format: str, tmp_path) -> None:
         assert load_table(tmp_path / "t.json").rows == rows
 
 
+def test_programs_share_tiles_where_a_gpu_has_room_for_more_of_them() -> None:
+    found = {}
+    for name, T in (("dsv3_tp8", 1), ("dsv3_tp8", 4), ("dsv3_tp8", 16), ("qwen3next", 1), ("dsv3", 1)):
+        shape = parse_shape(name)
+        choices = candidates.choices(shape, T, candidates.heuristic(shape, T).tiles)
+        found[name, T] = {choice.tiles.gemm1.splits for choice in choices}
+    # Programs of these tiles: 8 experts x 8 column tiles, 32 x 8, 128 x 8, 10 x 16, 8 x 64.
+    assert list(found.values()) == [{1, 2, 4}, {1, 2}, {1}, {1, 2}, {1}]
+
+
 def test_fused_is_timed_only_where_widths_and_formats_allow_it() -> None:
     assert "fused" in candidates.schedules(parse_shape("v2lite"))
     assert "fused" in candidates.schedules(shape_of("v2lite", "int4"))

@@ -296,7 +296,8 @@ def _buffers(
     inside += [
         ("counters", (kernels.num_counters(N, E),), i32),
         ("taken", (1,), i32),
-        ("arrivals", (kernels.num_arrivals(blocks, T, H, tiles.gemm2) if tiles.one_launch else 0,), i32),
+        ("arrivals", (kernels.num_arrivals(blocks, T, H, I, S, tiles[:2]) if tiles.one_launch else 0,), i32),
+        ("parts", (kernels.num_parts(T, K, I, S, config.gated, tiles.gemm1) if tiles.one_launch else 0,), f32),
         ("offsets", (E + 1,), i32),
         ("sorted_slot", (N,), i32),
         ("blocks", (3, blocks), i32),
@@ -423,7 +424,7 @@ class _Call:
         self.rows = kernels.Rows(
             blocks_3B=buffers["blocks"], block_m=tiles.gemm1.block_m, tail=tiles.gemm1.tail, **order
         )
-        self.h, self.y = buffers["h"], buffers["y"]
+        self.h, self.y, self.parts = buffers["h"], buffers["y"], buffers["parts"]
         self.gate_T, self.out = buffers.get("gate"), buffers.get("out")
         self.x_codes, self.h_codes, self.shared_h_codes = (
             (buffers.get(f"{name}_codes"), buffers.get(f"{name}_scales")) for name in ("x", "h", "shared_h")
@@ -633,6 +634,7 @@ class _Call:
             else (kernels.PLAIN, kernels.PLAIN),
             x_codes_TH=self.x_codes[0],
             x_scales=self.x_codes[1],
+            parts=self.parts,
             warmup=self.warmup,
         )
 

@@ -146,7 +146,7 @@ def plan(
     if finalized and not (one_launch and one_stream):
         end.append(launch("finalize", f"y {sums}{' shared' if has_shared else ''}", "out"))
     if one_launch:
-        name, reads, writes = "experts", f"{gemm1} {gemm2}", "h y"
+        name, reads, writes = "experts", f"{gemm1} {gemm2}", "parts h y"
         if fused:
             name, reads, writes = "fused_experts", f"{reads} {shared1} {shared2}", f"{writes} shared_h shared"
         if one_stream:

@@ -238,15 +238,20 @@ def with_room(specs: list[cuda.Spec]) -> tuple[tuple[cuda._Buffer, ...], int]:
 
 @pytest.fixture
 def kinds(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
-    """Calls on the CPU, with room in their workspace; `kinds(one_launch=..., one_chunk=...)` chooses their launches."""
+    """Calls on the CPU, with room in their workspace; `kinds(one_launch=..., one_chunk=...)` chooses their launches.
+
+    Where the experts are one launch, `splits` programs share a tile of theirs.
+    """
     choice = tuning.layer_choice
     monkeypatch.setattr(cuda, "_on_device", contextlib.nullcontext)
     monkeypatch.setattr(cuda, "_prepare", lambda kind, launch: None)
     monkeypatch.setattr(cuda, "_laid_out", with_room)
 
-    def set_kinds(*, one_launch: bool, one_chunk: bool) -> None:
+    def set_kinds(*, one_launch: bool, one_chunk: bool, splits: int = 1) -> None:
         def layer_choice(*args: Any) -> tuning.Choice:
             tiles, schedule = choice(*args)
+            if one_launch and splits > 1:
+                tiles = tiles._replace(gemm1=tiles.gemm1._replace(splits=splits, block_k=16))
             return tuning.Choice(tiles._replace(one_launch=one_launch), schedule)
 
         monkeypatch.setattr(tuning, "layer_choice", layer_choice)
@@ -261,7 +266,7 @@ CASES = tuple(itertools.product(SCHEDULES, WAYS, (False, True), (True, False)))
 @pytest.mark.parametrize(("schedule", "way", "one_launch", "finalized"), CASES)
 def test_a_launch_touches_what_its_schedule_says_and_nothing_else(kinds, counted, schedule, way, one_launch, finalized):
     """And the layer is right though all else was poison, of which nothing is left in what it returns."""
-    kinds(one_launch=one_launch, one_chunk=random.random() < 0.5)
+    kinds(one_launch=one_launch, one_chunk=random.random() < 0.5, splits=random.choice((1, 3)))  # of an H of 48
     name = list(CONFIGS)[CASES.index((schedule, way, one_launch, finalized)) % len(CONFIGS)]
     dtype = random.choice((torch.float32, torch.float16))
     launches, found = held(*with_rows(name, way, dtype), schedule, lambda launch: True, finalized=finalized)

@@ -9,10 +9,11 @@ from typing import Any
 import pytest
 import torch
 from gpu import SCHEDULES, Block, capture, delays, nap, needs_gpu, with_tiles
-from layers import WAYS, make_layer
+from layers import WAYS, error, make_layer, quantized
 from torch import Tensor
 
 from dsmoe_op import MoEConfig, dual_stream_moe, dual_stream_moe_unfinalized, finalize, reference
+from dsmoe_op.tuning import Tile
 
 pytestmark = needs_gpu
 
@@ -109,3 +110,39 @@ def test_calls_on_two_streams_at_once_have_those_bits(block) -> None:
                 found.append((dual_stream_moe(x, **args, schedule="serial"), want))
     torch.cuda.synchronize()
     assert all(torch.equal(out, want) for out, want in found)
+
+
+SHARED = Tile(16, 32, 128, 4, 3, swap=True, splits=4), Tile(16, 64, 128, 4, 3, swap=True)
+
+
+@pytest.mark.parametrize("format", [None, "fp8_block", "int4", "nvfp4"])
+def test_programs_that_share_tiles_leave_the_same_bits_whoever_is_last(format) -> None:
+    """In each schedule, in calls at once on two streams, and in replays under delays."""
+    config = MoEConfig(top_k=6, score="softmax")
+    routing = {"way": "topk_ids", "config": config, "dtype": torch.bfloat16, "shared_gate": True, "device": "cuda"}
+    with with_tiles(gemm1=SHARED[0], gemm2=SHARED[1], one_launch=True):
+        for T in (1, 3, 16):
+            x, args = make_layer(T, valid_tokens=max(1, T - 2), **routing, **WIDE)
+            args = quantized(args, format, format)
+            on_cpu = {k: v.cpu() if isinstance(v, Tensor) else v for k, v in args.items()}
+            exact = reference.moe(x.cpu(), **on_cpu)
+            want = {schedule: dual_stream_moe(x, **args, schedule=schedule) for schedule in SCHEDULES}
+            for schedule, out in want.items():
+                assert error(out, exact) < (2e-2 if format == "fp8_block" else 1e-2), (T, schedule)
+                assert schedule == "fused" or torch.equal(out, want["serial"]), (T, schedule)
+            streams, found = [torch.cuda.Stream() for _ in range(2)], []
+            torch.cuda.synchronize()
+            for _ in range(100):
+                for schedule, stream in zip(("fused", "serial"), streams, strict=True):
+                    with torch.cuda.stream(stream):
+                        found.append((dual_stream_moe(x, **args, schedule=schedule), schedule))
+            torch.cuda.synchronize()
+            assert all(torch.equal(out, want[schedule]) for out, schedule in found), T
+            for schedule in SCHEDULES:
+                with delays():
+                    graph, out = capture(lambda x=x, args=args, s=schedule: dual_stream_moe(x, **args, schedule=s))
+                for _ in range(5):
+                    out.fill_(float("nan"))
+                    nap()
+                    graph.replay()
+                    assert torch.equal(out, want[schedule]), (T, schedule)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import TypeVar
 
 import torch
@@ -123,6 +123,9 @@ _TOGETHER: dict[str, tuple[tuple[Tile, Tile], ...]] = {
 """gemm1 and gemm2 of one launch: its programs all have the memory of the larger one, so the best alone may not do."""
 _FEW_TOKENS, _FEW = 64, 32
 """Up to so many tokens, or expected rows of an expert, tiles for few rows are candidates; above, those for many."""
+_AT_ONCE = 264
+"""Programs of few tokens' GEMM 1, two on each multiprocessor, from which on more would only wait for one another."""
+_MOST_SPLITS = 4
 OVERLAPPING_UP_TO = 16
 """Tokens up to which a layer whose launches overlap is a candidate."""
 
@@ -175,7 +178,9 @@ def choices(shape: Shape, T: int, best: LayerTiles) -> tuple[Choice, ...]:
     kind = layer_shape(shape).kind
     one_launch = tuning.one_launch(kind, T, best.gemm1, best.gemm2)
     together = _TOGETHER[product_kind(kind, "gemm1")] if one_launch else ()
-    pairs = ((best.gemm1, best.gemm2), *together)
+    pairs = [(best.gemm1, best.gemm2), *together]
+    if one_launch:
+        pairs += [(shared, gemm2) for gemm1, gemm2 in pairs[:2] for shared in _shared(gemm1, shape, T)]
     overlaps = (False, True) if T <= OVERLAPPING_UP_TO else (False,)
     found = [
         Choice(best._replace(gemm1=gemm1, gemm2=gemm2, overlaps=o, one_launch=one_launch), schedule)
@@ -184,6 +189,15 @@ def choices(shape: Shape, T: int, best: LayerTiles) -> tuple[Choice, ...]:
         for o in overlaps
     ]
     return tuple(dict.fromkeys((heuristic(shape, T), *found)))
+
+
+def _shared(gemm1: Tile, shape: Shape, T: int) -> Iterator[Tile]:
+    """The tile shared by more and more programs, as long as a GPU has room for them all at once."""
+    programs = min(shape.E, T * shape.K) * -(-shape.I // gemm1.block_n)
+    while programs < _AT_ONCE and gemm1.splits < _MOST_SPLITS and shape.H % (2 * gemm1.splits * gemm1.block_k) == 0:
+        gemm1 = gemm1._replace(splits=2 * gemm1.splits)
+        programs *= 2
+        yield gemm1
 
 
 KEPT = 0.99

@@ -213,5 +213,6 @@ def brief(tile: Tile) -> str:
     flags = [name for name, value in tile._asdict().items() if value is True]
     flags += [f"least {tile.least_m}"] if tile.least_m else []
     flags += [f"tail {tile.tail}"] if tile.tail else []
+    flags += [f"{tile.splits} splits"] if tile.splits > 1 else []
     numbers = f"{tile.block_m}x{tile.block_n}x{tile.block_k} {tile.num_warps} warps {tile.num_stages} stages"
     return " ".join((numbers, *flags))

@@ -10,7 +10,7 @@ those that it was given, or tensor descriptors of them, and no views made inside
 """
 
 from dsmoe_op.kernels.coded import PLAIN, Coded, as_bytes, coded
-from dsmoe_op.kernels.experts import experts, num_arrivals
+from dsmoe_op.kernels.experts import experts, num_arrivals, num_parts
 from dsmoe_op.kernels.finalize import finalize
 from dsmoe_op.kernels.gate import shared_gate
 from dsmoe_op.kernels.gemm import gemm1, gemm2
@@ -50,6 +50,7 @@ __all__ = [
     "num_blocks",
     "num_chunks",
     "num_counters",
+    "num_parts",
     "order_rows",
     "overlapping",
     "quantize_rows",

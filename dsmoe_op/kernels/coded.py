@@ -273,6 +273,11 @@ def to_fp8(a, factor_M, LARGEST: tl.constexpr, INTERPRET: tl.constexpr):
     return a.to(tl.float8e4nv)
 
 
+def takes_part(coded: Coded, part: int) -> bool:
+    """Whether so many columns are a part that `coded_products` can begin at: whole groups of a scale."""
+    return coded.form is None or coded.form[2] == 1 or part % coded.form[1] == 0
+
+
 @triton.jit
 def coded_products(
     a_rows_M,
@@ -296,6 +301,8 @@ def coded_products(
     FORM: tl.constexpr,
     INTERPRET: tl.constexpr,
     STAGES: tl.constexpr = None,
+    split=0,
+    SPLITS: tl.constexpr = 1,
     LARGEST: tl.constexpr = LARGEST_E4M3,
     LEAST: tl.constexpr = LEAST_AMAX,
 ):
@@ -303,6 +310,7 @@ def coded_products(
 
     w_ptr points to the expert's q; scale_ptrs to all experts' scales, zero points, scales for a tensor and of inputs.
     The last of them, where it is not None, points to the scales of a, which is fp8 already; read_M are its rows.
+    Of SPLITS parts of INNER columns each this is part `split`, at which a_rows_M points.
     """
     scale_ptr, zero_ptr, global_ptr, input_ptr, a_scale_ptr = scale_ptrs
     NAME: tl.constexpr = FORM[0]
@@ -321,6 +329,7 @@ def coded_products(
     RAGGED: tl.constexpr = INNER % BLOCK_K != 0
     WIDTH: tl.constexpr = BLOCK_K if FP8 else BLOCK_K // 8  # bytes, or words, of a row in a step
     STEP_SCALES: tl.constexpr = BLOCK_K // GROUP if GROUP < BLOCK_K else 1
+    STEPS: tl.constexpr = triton.cdiv(INNER, BLOCK_K)
     tl.static_assert(NAME != "fp8_block" or BLOCK_K == GROUP)
     expert = tl.full([], 0, tl.int64) + expert  # a constant for the shared one
     d_K = tl.arange(0, BLOCK_K)
@@ -348,11 +357,19 @@ def coded_products(
         # Bytes of two rows each, ZERO_WORD of them side by side for each column.
         byte_N = row_N // (2 * ZERO_WORD) * (SCALE_COLUMNS * ZERO_WORD) + row_N // 2 % ZERO_WORD
         zero_ptrs = zero_ptr + expert * ZERO_STRIDE + byte_N[:, None] + g_G[None, :] * ZERO_WORD
+    if SPLITS > 1:
+        w_ptrs += split * (INNER // BLOCK_K * (WIDTH if FP8 or WORDS else 4 * WIDTH))
+        if SCALE_COLUMNS > 1:
+            s_ptrs += split * (INNER // GROUP)
+            if ZERO_WORD > 0:
+                zero_ptrs += split * (INNER // GROUP * ZERO_WORD)
     scale_M = tl.zeros([BLOCK_M], tl.float32)
     factor_M = scale_M
     if a_scale_ptr is not None:
         tl.static_assert(NAME == "fp8_block" or NAME == "fp8_channel")
         a_scale_ptrs = a_scale_ptr + read_M * (SCALE_COLUMNS if NAME == "fp8_block" else 1)
+        if SPLITS > 1 and NAME == "fp8_block":
+            a_scale_ptrs += split * (INNER // GROUP)
         scale_M = tl.load(a_scale_ptrs)
     elif NAME == "fp8_channel":
         amax_M = _row_amax(a_rows_M, in_M, weight_on_input_M, INNER, BLOCK_M, BLOCK_K, WEIGHT_ON_INPUT, INTERPRET)
@@ -381,10 +398,10 @@ def coded_products(
         w_ptrs += WIDTH if FP8 or WORDS else 4 * WIDTH
         if NAME == "fp8_block":  # what the next step takes, so that none waits for it
             at = start // GROUP + 1
-            next_s = _load_scale(s_ptrs + at, (in_N & (0 * row_N + at < SCALE_COLUMNS))[:, None], tl.float32)
+            next_s = _load_scale(s_ptrs + at, (in_N & (0 * row_N + at < STEPS))[:, None], tl.float32)
             next_scale_M = scale_M
             if a_scale_ptr is not None:
-                next_scale_M = tl.load(a_scale_ptrs + at, mask=0 * read_M + at < SCALE_COLUMNS, other=0.0)
+                next_scale_M = tl.load(a_scale_ptrs + at, mask=0 * read_M + at < STEPS, other=0.0)
         elif not FP8:
             in_s = in_N[:, None]
             if RAGGED:

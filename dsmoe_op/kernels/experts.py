@@ -7,8 +7,9 @@ Programs by ascending number:
 The shared expert's are there where it is fused, the sums where the launch ends the layer. A program of GEMM 1 arrives
 at its block's counter; one of GEMM 2 waits there for all columns of its block, and arrives at its column's; the sums of
 some tokens in a column wait for all blocks of it. So each waits for programs of lower numbers alone (`arrivals.py`).
+Where there are few tiles of GEMM 1, several programs may share one (`split.py`); they all arrive at the block's.
 Different blocks' products, and the sums of the first columns, run side by side where launches would wait for the last
-program. The tiles, and thereby the bits, are those of `gemm1`, `gemm2` and `finalize`.
+program. The tiles, and thereby the bits, are those of `gemm1` (where none is shared), `gemm2` and `finalize`.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from torch import Tensor
 
 from dsmoe_op.config import MoEConfig
 from dsmoe_op.kernels.arrivals import arrive, wait_for
-from dsmoe_op.kernels.coded import PLAIN, Coded
+from dsmoe_op.kernels.coded import PLAIN, Coded, takes_part
 from dsmoe_op.kernels.epilogue import store_zeros
 from dsmoe_op.kernels.finalize import sum_of_rows
 from dsmoe_op.kernels.gemm import routed_rows, rows_product, shared_rows
@@ -30,9 +31,17 @@ from dsmoe_op.kernels.quantize import takes_codes
 from dsmoe_op.tuning import Tile, one_launch
 
 
-def num_arrivals(num_blocks: int, T: int, H: int, gemm2: Tile) -> int:
-    """Counters of a launch: of the routed blocks, of the shared expert's, and of the columns of GEMM 2."""
-    return num_blocks + triton.cdiv(T, gemm2.block_m) + triton.cdiv(H, gemm2.block_n)
+def num_arrivals(num_blocks: int, T: int, H: int, I: int, S: int, tiles: tuple[Tile, Tile]) -> int:
+    """Counters of a launch: of the shared and routed blocks, of the columns of GEMM 2, and of GEMM 1's shared tiles."""
+    one, two = tiles
+    row_blocks = triton.cdiv(T, one.block_m)
+    shared_tiles = num_blocks * triton.cdiv(I, one.block_n) + row_blocks * triton.cdiv(S, one.block_n)
+    return num_blocks + row_blocks + triton.cdiv(H, two.block_n) + (shared_tiles if one.splits > 1 else 0)
+
+
+def num_parts(T: int, K: int, I: int, S: int, gated: bool, gemm1: Tile) -> int:
+    """float32 numbers that the programs of shared tiles leave for one another."""
+    return gemm1.splits * (1 + gated) * T * (K * I + S) if gemm1.splits > 1 else 0
 
 
 def experts(
@@ -61,6 +70,7 @@ def experts(
     shared_coded: tuple[Coded, Coded] = (PLAIN, PLAIN),
     x_codes_TH: Tensor | None = None,
     x_scales: Tensor | None = None,
+    parts: Tensor | None = None,
     warmup: bool = False,
 ) -> None:
     """h and y of the routed experts, those of the shared one where shared_w13 is given, and out where it is.
@@ -72,6 +82,7 @@ def experts(
         shared_TH: written with shared_w13, else read for out, if there is a shared expert; [T, H] contiguous.
         coded, shared_coded: what belongs to w13 and w2, and to the shared expert's, where they are quantised; of one
             format where both are given.
+        parts: float32, at least `num_parts`; for tiles that are shared. What it holds before and after means nothing.
 
     The others, and what is done with them, as in `gemm1`, `gemm2` and `finalize`.
     """
@@ -83,16 +94,19 @@ def experts(
     fused, ends = shared_w13 is not None, out_TH is not None
     S = h_shared_TS.shape[1] if fused and h_shared_TS is not None else 0
     num_blocks, row_blocks = rows.blocks_3B.shape[1], triton.cdiv(T, one.block_m) if fused else 0
-    gemm1_programs = num_blocks * triton.cdiv(I, one.block_n) + row_blocks * triton.cdiv(S, one.block_n)
+    codes = takes_codes(coded[0], x_scales)
+    splits = one.splits if _can_split(H, one, codes, coded[0], shared_coded[0]) else 1
+    gemm1_tiles = num_blocks * triton.cdiv(I, one.block_n) + row_blocks * triton.cdiv(S, one.block_n)
     columns = triton.cdiv(H, two.block_n)
     # 16 bytes of each row for a thread, as in `finalize`.
     tokens = max(1, 32 * two.num_warps * (16 // y_NH.element_size()) // two.block_n)
-    programs = gemm1_programs + (num_blocks + row_blocks) * columns + (columns * triton.cdiv(T, tokens) if ends else 0)
+    programs = splits * gemm1_tiles + (num_blocks + row_blocks) * columns
+    programs += columns * triton.cdiv(T, tokens) if ends else 0
     if not warmup:
         assert rows.block_m == one.block_m
-        assert rows.arrivals.numel() >= num_blocks + row_blocks + columns
+        assert rows.arrivals.numel() >= num_blocks + row_blocks + columns + (gemm1_tiles if splits > 1 else 0)
+        assert splits == 1 or (parts is not None and parts.numel() >= num_parts(T, K, I, S, config.gated, one))
     zero_experts = ends and config.num_zero_experts > 0
-    codes = takes_codes(coded[0], x_scales)
     a = x_codes_TH if codes and x_codes_TH is not None else x_TH
     args = (
         a,
@@ -116,6 +130,7 @@ def experts(
         shared_TH if fused or ends else None,
         row_blocks,
         rows.arrivals,
+        parts if splits > 1 else None,
         x_TH if zero_experts else None,
         row_stride(x_TH) if zero_experts else 0,
         topk_ids_TK if zero_experts else None,
@@ -125,7 +140,7 @@ def experts(
         T,
         *(tensor for its in (*coded, *shared_coded) for tensor in its[:4]),
     )
-    steps = [max(triton.cdiv(n, tile.block_k) for n in of) for tile, of in ((one, (H,)), (two, (I, S)))]
+    steps = [max(triton.cdiv(n, tile.block_k) for n in of) for tile, of in ((one, (H // splits,)), (two, (I, S)))]
     stages = [max(2, min(tile.num_stages, n)) for tile, n in zip(tiles, steps, strict=True)]
     meta = {
         "K": K,
@@ -150,6 +165,7 @@ def experts(
         "BLOCK_K": tuple(tile.block_k for tile in tiles),
         "SWAP": tuple(tile.swap for tile in tiles),
         "STAGES": tuple(stages),
+        "SPLITS": splits,
         "BLOCK_T": tokens,
         "AT_ONCE": 8,
         "INTERPRET": INTERPRET,
@@ -163,6 +179,13 @@ def experts(
     launch(_experts, (programs,), args, meta, warmup=warmup)
 
 
+def _can_split(H: int, gemm1: Tile, codes: bool, *coded: Coded) -> bool:
+    """Whether the tile's parts of H are whole steps and scales; what looks at whole rows of x has none."""
+    part = H // gemm1.splits
+    whole_rows = any(one.form is not None and one.form[0] == "fp8_channel" for one in coded) and not codes
+    return H % (gemm1.splits * gemm1.block_k) == 0 and not whole_rows and all(takes_part(one, part) for one in coded)
+
+
 @triton.jit(
     do_not_specialize=["T", "num_blocks", "row_blocks"],
     do_not_specialize_on_alignment=[
@@ -171,6 +194,7 @@ def experts(
         "weight_on_input_ptr",
         "num_valid_ptr",
         "arrivals_ptr",
+        "parts_ptr",
         "a_scale_ptr",
         "ids_ptr",
         "weights_ptr",
@@ -211,6 +235,7 @@ def _experts(
     shared_ptr,
     row_blocks,
     arrivals_ptr,
+    parts_ptr,
     x_ptr,
     x_stride,
     ids_ptr,
@@ -256,6 +281,7 @@ def _experts(
     BLOCK_K: tl.constexpr,
     SWAP: tl.constexpr,
     STAGES: tl.constexpr,
+    SPLITS: tl.constexpr,
     BLOCK_T: tl.constexpr,
     AT_ONCE: tl.constexpr,
     INTERPRET: tl.constexpr,
@@ -274,28 +300,33 @@ def _experts(
     FUSED: tl.constexpr = shared_w13_ptr is not None
     ZEROS: tl.constexpr = num_valid_ptr is not None
     program = tl.program_id(0)
-    # A counter for each block, the shared expert's first, then one for each column.
+    # A counter for each block, the shared expert's first, one for each column, and one for each tile that is shared.
     routed1 = row_blocks * SHARED_COLUMNS1
-    gemm2 = routed1 + num_blocks * COLUMNS1
+    tiles1 = routed1 + num_blocks * COLUMNS1
+    gemm2 = tiles1 * SPLITS
     blocks = row_blocks + num_blocks
     sums = gemm2 + blocks * COLUMNS2
     columns_ptr = arrivals_ptr + blocks
     if program < gemm2:
+        tile = program // SPLITS
+        split = program % SPLITS
+        counter_ptr = columns_ptr + COLUMNS2 + tile
+        routed_parts = SPLITS * T * K * (I if ACTIVATION == "relu2" else 2 * I)  # before the shared expert's
         if FUSED:  # noqa: SIM102 (the compiler decides the outer one)
-            if program < routed1:
-                block = program // SHARED_COLUMNS1
+            if tile < routed1:
+                block = tile // SHARED_COLUMNS1
                 row, end, out_end = shared_rows(block, T, num_valid_ptr, BLOCK_M)
                 rows_product(
                     a_ptr, a_stride, None, None, shared_w13_ptr, None, 0, None, None, shared_h_ptr, row, end, out_end,
-                    program % SHARED_COLUMNS1 * BLOCK_N[0], K, S, H, SHARED_W13_STRIDES[0], SHARED_W13_STRIDES[1],
+                    tile % SHARED_COLUMNS1 * BLOCK_N[0], K, S, H, SHARED_W13_STRIDES[0], SHARED_W13_STRIDES[1],
                     ACTIVATION, "gate_up", SHARED_CLAMP, CLAMP_AFTER, BLOCK_M, BLOCK_M, 0, BLOCK_N[0], BLOCK_K[0],
                     SWAP[0], ZEROS, "ieee", INTERPRET, STAGES[0],
                     (shared_w13_scale_ptr, shared_w13_zero_ptr, shared_w13_global_ptr, shared_w13_input_ptr,
-                     a_scale_ptr), SHARED_FORM1,
+                     a_scale_ptr), SHARED_FORM1, split, (parts_ptr, routed_parts, T, counter_ptr), SPLITS,
                 )  # fmt: skip
                 arrive(arrivals_ptr + block)
-        if program >= routed1:
-            block = (program - routed1) // COLUMNS1
+        if tile >= routed1:
+            block = (tile - routed1) // COLUMNS1
             expert, row, end = routed_rows(blocks_ptr, num_blocks, block)
             if expert >= 0:
                 if w13_bias_ptr is not None:
@@ -303,10 +334,11 @@ def _experts(
                 rows_product(
                     a_ptr, a_stride, sorted_slot_ptr, weight_on_input_ptr,
                     w13_ptr + expert.to(tl.int64) * W13_STRIDES[0], None, expert, w13_bias_ptr, None, h_ptr, row, end,
-                    end, (program - routed1) % COLUMNS1 * BLOCK_N[0], K, I, H, W13_STRIDES[1], W13_STRIDES[2],
+                    end, (tile - routed1) % COLUMNS1 * BLOCK_N[0], K, I, H, W13_STRIDES[1], W13_STRIDES[2],
                     ACTIVATION, ORDER, CLAMP, CLAMP_AFTER, BLOCK_M, BLOCK_M, 0, BLOCK_N[0], BLOCK_K[0], SWAP[0],
                     False, "ieee", INTERPRET, STAGES[0],
-                    (w13_scale_ptr, w13_zero_ptr, w13_global_ptr, w13_input_ptr, a_scale_ptr), FORM1,
+                    (w13_scale_ptr, w13_zero_ptr, w13_global_ptr, w13_input_ptr, a_scale_ptr), FORM1, split,
+                    (parts_ptr, 0, T * K, counter_ptr), SPLITS,
                 )  # fmt: skip
                 arrive(arrivals_ptr + row_blocks + block)
     elif program < sums:
@@ -316,7 +348,7 @@ def _experts(
         if FUSED:  # noqa: SIM102
             if block < 0:
                 row, end, out_end = shared_rows(row_blocks + block, T, num_valid_ptr, BLOCK_M)
-                wait_for(counter_ptr, SHARED_COLUMNS1)
+                wait_for(counter_ptr, SHARED_COLUMNS1 * SPLITS)
                 rows_product(
                     shared_h_ptr, S, None, None, shared_w2_ptr, None, 0, None, gate_ptr, shared_ptr, row, end, out_end,
                     column, K, H, S, SHARED_W2_STRIDES[0], SHARED_W2_STRIDES[1], None, None, None, False, BLOCK_M,
@@ -330,7 +362,7 @@ def _experts(
                 w2_ptr += expert.to(tl.int64) * W2_STRIDES[0]
                 if w2_bias_ptr is not None:
                     w2_bias_ptr += expert * H
-                wait_for(counter_ptr, COLUMNS1)
+                wait_for(counter_ptr, COLUMNS1 * SPLITS)
                 rows_product(
                     h_ptr, I, None, None, w2_ptr, None, expert, w2_bias_ptr, None, y_ptr, row, end, end, column, K, H,
                     I, W2_STRIDES[1], W2_STRIDES[2], None, None, None, False, BLOCK_M, BLOCK_M, 0, BLOCK_N2,

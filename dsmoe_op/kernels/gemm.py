@@ -24,6 +24,7 @@ from dsmoe_op.kernels.launch import INTERPRET, launch, row_stride
 from dsmoe_op.kernels.operands import finished, load_a, weight_rows
 from dsmoe_op.kernels.overlap import begin
 from dsmoe_op.kernels.quantize import takes_codes
+from dsmoe_op.kernels.split import whole_sum
 from dsmoe_op.tuning import Tile
 
 
@@ -69,6 +70,7 @@ def gemm1(
     """
     if x_TH.shape[0] == 0:
         return
+    assert tile.splits == 1
 
     routed = shared = None
     if w13 is not None:
@@ -452,12 +454,16 @@ def rows_product(
     STAGES: tl.constexpr = None,
     scale_ptrs=None,
     FORM: tl.constexpr = None,
+    split=0,
+    parts=None,
+    SPLITS: tl.constexpr = 1,
 ):
     """Rows row..end-1 (at most BLOCK_M + TAIL) of one expert's product; with ZEROS, zeros from there to out_end.
 
     A block that is half empty or emptier goes to a tile of half the height, down to LEAST_M. SWAP puts the rows of w on
     the matrix unit's longer side. STAGES of the loop, where they are not the launch's. Of a quantised w, whose FORM and
-    scales are as `coded_products` has them, w_desc is None and TAIL 0.
+    scales are as `coded_products` has them, w_desc is None and TAIL 0. Of SPLITS programs that share a tile, this one
+    multiplies part `split` of INNER; `parts` are as `whole_sum` has them, w_desc is None, TAIL 0 and BLOCK_M LEAST_M.
     """
     if BLOCK_M > LEAST_M and out_end - row <= BLOCK_M // 2:
         rows_product(
@@ -483,19 +489,36 @@ def rows_product(
         if TAIL > 0:
             read_T, in_T, weight_T = _rows_of(rows_T, end, row, sorted_slot_ptr, weight_on_input_ptr, K)
             a_rows_T = a_ptr + read_T * a_stride
+        PART: tl.constexpr = INNER // SPLITS
+        if SPLITS > 1:
+            a_rows_M += split * PART
         if FORM is None:
+            if SPLITS > 1:
+                w_ptr += split * (PART * STRIDE_INNER)
             sum, tail = _products(
-                a_rows_M, in_M, weight_M, a_rows_T, in_T, weight_T, w_ptr, w_desc, expert, column, COLUMNS, INNER,
+                a_rows_M, in_M, weight_M, a_rows_T, in_T, weight_T, w_ptr, w_desc, expert, column, COLUMNS, PART,
                 STRIDE_ROW, STRIDE_INNER, GATED, GATED and ORDER == "interleaved", weight_on_input_ptr is not None,
                 BLOCK_M, TAIL, BLOCK_N, BLOCK_K, SWAP, PRECISION, INTERPRET, STAGES,
             )  # fmt: skip
         else:
             sum = coded_products(
-                a_rows_M, in_M, weight_M, w_ptr, scale_ptrs, read_M, expert, column, COLUMNS, INNER, STRIDE_ROW, GATED,
+                a_rows_M, in_M, weight_M, w_ptr, scale_ptrs, read_M, expert, column, COLUMNS, PART, STRIDE_ROW, GATED,
                 weight_on_input_ptr is not None, BLOCK_M, BLOCK_N, BLOCK_K, SWAP, PRECISION, FORM, INTERPRET, STAGES,
+                split, SPLITS,
             )  # fmt: skip
-        out_MN = ended(sum, bias_ptr, column, COLUMNS, ACTIVATION, ORDER, CLAMP, CLAMP_AFTER, BLOCK_N, SWAP)
-        store(out_MN, out_ptr, gate_ptr, rows_M, in_M, out_end, column, COLUMNS, ZEROS)
+        if SPLITS == 1:
+            out_MN = ended(sum, bias_ptr, column, COLUMNS, ACTIVATION, ORDER, CLAMP, CLAMP_AFTER, BLOCK_N, SWAP)
+            store(out_MN, out_ptr, gate_ptr, rows_M, in_M, out_end, column, COLUMNS, ZEROS)
+        else:
+            row_N, in_N = weight_rows(
+                column, COLUMNS, BLOCK_N, 2 * BLOCK_N if GATED else BLOCK_N, GATED and ORDER == "interleaved"
+            )
+            sum, is_last = whole_sum(
+                sum, split, parts, rows_M, in_M, row_N, in_N, 2 * COLUMNS if GATED else COLUMNS, SWAP, SPLITS
+            )
+            if is_last:
+                out_MN = ended(sum, bias_ptr, column, COLUMNS, ACTIVATION, ORDER, CLAMP, CLAMP_AFTER, BLOCK_N, SWAP)
+                store(out_MN, out_ptr, gate_ptr, rows_M, in_M, out_end, column, COLUMNS, ZEROS)
         if TAIL > 0:
             out_TN = ended(tail, bias_ptr, column, COLUMNS, ACTIVATION, ORDER, CLAMP, CLAMP_AFTER, BLOCK_N, False)
             store(out_TN, out_ptr, gate_ptr, rows_T, in_T, out_end, column, COLUMNS, ZEROS)

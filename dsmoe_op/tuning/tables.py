@@ -47,6 +47,7 @@ _RANGES = {
     "num_stages": (1, 16),
     "least_m": (0, 256),
     "tail": (0, 128),
+    "splits": (1, 16),
 }
 """What numbers of a tile may be. More than a GPU's memory or registers hold is still Triton's to refuse."""
 
@@ -198,6 +199,11 @@ class _Reader:
         if schedule == "fused" and "+" in shape.kind:
             self.refuse(f"{at}.schedule", f"another, since {shape.kind} is of two formats", schedule)
         one = one_launch(shape.kind, most, gemm1, gemm2)
+        if not one and gemm1.splits > 1:
+            self.refuse(f"{at}.gemm1.splits", "1, since the products are not one launch", gemm1.splits)
+        for name in tiles.keys() - {"gemm1"}:
+            if tiles[name].splits > 1:
+                self.refuse(f"{at}.{name}.splits", "1, since programs share tiles of gemm1 alone", tiles[name].splits)
         return Row(
             tokens=tokens,
             choice=Choice(LayerTiles(gemm1, gemm2, shared[0], shared[1], overlaps, one), schedule),

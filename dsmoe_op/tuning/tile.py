@@ -18,6 +18,7 @@ class Tile(NamedTuple):
     persistent: bool = False  # GEMM 2 by `gemm2_persistent` where it takes the weights; block_m is 128 then
     least_m: int = 0  # a block half empty or emptier takes a tile of half the height, down to this many rows; 0: never
     tail: int = 0  # so many rows more than block_m may an expert's last block have, in a product of their own
+    splits: int = 1  # programs that share a GEMM 1 tile of one launch, each with a part of H, where H has whole parts
 
 
 class LayerTiles(NamedTuple):
@@ -43,6 +44,7 @@ ONE_LAUNCH_KINDS = ("16bit", "fp8", "4bit")
 def one_launch(kind: str, most: float, gemm1: Tile, gemm2: Tile) -> bool:
     """Whether calls of at most that many tokens have the routed experts' products in one launch, with these tiles."""
     plain = not any(t.tma or t.persistent or t.tail or t.least_m not in (0, t.block_m) for t in (gemm1, gemm2))
+    plain &= gemm2.splits == 1
     alike = (gemm1.block_m, gemm1.num_warps) == (gemm2.block_m, gemm2.num_warps)
     return kind.partition("+")[0] in ONE_LAUNCH_KINDS and most <= ONE_LAUNCH_TOKENS and plain and alike
 
