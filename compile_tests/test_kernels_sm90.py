@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 triton = pytest.importorskip("triton", reason="no triton")
 
@@ -29,6 +30,7 @@ from sm90 import (  # noqa: E402
     check_resources,
     coded_weight,
     compiled,
+    instructions,
     least_side,
     matrix_instructions,
     named,
@@ -177,9 +179,45 @@ def test_candidates_for_quantised_products_use_the_matrix_units_and_fit(compiled
     has_codes = bool(schedule.coded_h(shape.config, has_shared=shape.S > 0))  # products of h, and of its codes
     assert len(compiled) == len(tiles) + has_codes * sum(kernel == "gemm2" for kernel, _ in tiles)
     for kernel in compiled:
-        unit = "wgmma" if least_side(kernel) >= 64 else "mma"
+        unit = "wgmma" if kind == "fp8" or least_side(kernel) >= 64 else "mma"
         assert matrix_instructions(kernel) == {"wgmma e4m3" if kind == "fp8" else f"{unit} bf16"}
     check_resources(compiled, tmp_path)
+
+
+@pytest.mark.parametrize("block_m", [64, 128])
+@pytest.mark.parametrize("name", ["fp8_block", "fp8_channel"])
+def test_the_persistent_gemm2_of_fp8_fits_and_adds_each_step_in_float32(compiled, tmp_path, name, block_m):
+    T, E, K, H, I = 4, 8, 2, 2048 - 16, 1424
+    layer = Layer(T=T, H=H, I=I, E=E, config=MoEConfig(top_k=K))
+    tile = Tile(block_m, 8192 // block_m, 128, 8, 3, swap=True, persistent=True, least_m=16)
+    w2, shared_w2, rows = coded_weight(name, E, H, I, 1), coded_weight(name, 0, H, I, 1), layer.rows(block_m)
+
+    def codes(rows: int) -> tuple[Tensor, Tensor]:
+        groups = () if name == "fp8_channel" else (-(-I // 128),)
+        return layer.tensor(rows, I, dtype=formats.E4M3), layer.tensor(rows, *groups, dtype=FP32)
+
+    h_codes, h_scales = codes(T * K)
+    shared_codes, shared_scales = codes(T)
+    kernels.gemm2(
+        config=layer.config, tile=tile, w2=w2["q"], coded=w2["coded"], w2_bias=layer.tensor(E, H, dtype=FP32),
+        h_NI=layer.tensor(T * K, I), y_NH=layer.tensor(T * K, H), blocks=rows.blocks_3B, offsets=rows.offsets,
+        taken=rows.taken, h_codes_NI=h_codes, h_scales=h_scales, warmup=True,
+    )  # fmt: skip
+    kernels.gemm2(
+        config=layer.config, tile=tile, shared_w2=shared_w2["q"], shared_coded=shared_w2["coded"],
+        h_shared_TS=layer.tensor(T, I), shared_TH=layer.tensor(T, H), h_shared_codes_TS=shared_codes,
+        h_shared_scales=shared_scales, warmup=True,
+    )  # fmt: skip
+    assert [kernel.metadata.name for kernel in compiled] == 2 * ["_persistent_gemm2"]
+    for kernel in compiled:
+        code = [text for _, text in instructions(kernel, tmp_path)]
+        products = [text for text in code if "QGMMA" in text]
+        assert all(text.startswith("QGMMA.64x128x32.F32.E4M3.E4M3") for text in products)
+        # The first of the four products of a step begins a sum: two consumers, one step each.
+        assert len(products) == 8
+        assert sum(" RZ, !UPT" in text for text in products) == 2
+        assert kernel.metadata.shared <= SHARED_MEMORY
+        assert stack_bytes(kernel, tmp_path) == 0
 
 
 def gemm_tiles() -> Iterator[tuple[str, str, Tile]]:

@@ -39,9 +39,8 @@ def random_tile(kind: str, blocks: tuple[int, int] | None = None) -> Tile:
     k = 128 if kind == "fp8" else 2 ** random.randint(5 if quantised else 4, 8)
     numbers = 2 ** random.randint(4, 8), k, random.choice((4, 8)), random.randint(2, 6)
     least = random.choice((0, min(16, m)))
-    return Tile(
-        m, *numbers, **flags, persistent=m == 128 and not tail and random.random() < 0.5, least_m=least, tail=tail
-    )
+    may_persist = m in tables.PERSISTENT_M.get(kind, (128,)) and not tail
+    return Tile(m, *numbers, **flags, persistent=may_persist and random.random() < 0.5, least_m=least, tail=tail)
 
 
 def random_row(shape: LayerShape, most: float) -> Row:
@@ -283,6 +282,7 @@ def test_fused_is_refused_where_widths_forbid_it(tmp_path) -> None:
             "gemm1.block_k: expected at least 32, since weights are fp32_4bit, got 16",
         ),
         ("fp32", "gemm1", "splits", 2, "gemm1.splits: expected 1, since the products are not one launch, got 2"),
+        ("fp8", "gemm2", "persistent", True, "gemm2.block_m: expected 64 or 128, since it is persistent, got 16"),
         ("4bit+16bit", "gemm1", "tail", 8, "gemm1.tail: expected 0, since weights are 4bit, got 8"),
     ],
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import random
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,7 +13,16 @@ from gpu import SIZES, Captured, needs_gpu
 from layers import make_layer
 from torch import Tensor
 
-from dsmoe_op import MoEConfig, dual_stream_moe, dual_stream_moe_unfinalized, finalize, kernels, reference, tuning
+from dsmoe_op import (
+    MoEConfig,
+    dual_stream_moe,
+    dual_stream_moe_unfinalized,
+    finalize,
+    formats,
+    kernels,
+    reference,
+    tuning,
+)
 
 pytestmark = needs_gpu
 
@@ -39,13 +49,18 @@ def persistent_tile() -> tuning.Tile:
 
 
 class Gemm2:
-    """GEMM 2 alone; y lies inside memory that is full of NaN."""
+    """GEMM 2 alone; y lies inside memory that is full of NaN. Of an fp8 format, in blocks of block_m rows."""
 
-    def __init__(self, heights: Sequence[int], without: int, H: int, I: int, dtype: torch.dtype, bias: Any) -> None:
+    def __init__(
+        self, heights: Sequence[int], without: int, H: int, I: int, dtype: torch.dtype, bias: Any,
+        format: str | None = None, block_m: int = 128,
+    ) -> None:  # fmt: skip
         def ints(*shape: int) -> Tensor:
             return torch.full(shape, 12345, dtype=torch.int32, device="cuda")
 
         ids, self.tile = ids_of(heights, without), persistent_tile()
+        if format is not None:
+            self.tile = tuning.Tile(block_m, 8192 // block_m, 128, 8, 3, swap=True, persistent=True, least_m=16)
         N, E = len(ids), len(heights)
         counters, B = ints(kernels.num_counters(N, E)), kernels.num_blocks(N, E, self.tile.block_m)
         self.rows = kernels.Rows(
@@ -57,7 +72,25 @@ class Gemm2:
         self.h = torch.randn(N, I, device="cuda").to(dtype)
         self.h[self.end :] = float("nan")
         self.w2 = (torch.randn(E, H, I, device="cuda") / I**0.5).to(dtype)
-        self.w2[[e for e, rows in enumerate(heights) if not rows]] = float("nan")
+        empty = [e for e, rows in enumerate(heights) if not rows]
+        self.coded: dict[str, Any] = {}
+        self.numbers = self.h, self.w2
+        if format is not None:
+            parts = formats.quantize(format, self.w2.float())
+            codes = torch.empty(N, I, dtype=formats.E4M3, device="cuda")
+            scales = torch.empty(N, *(() if format == "fp8_channel" else (-(-I // 128),)), device="cuda")
+            kernels.quantize_rows(self.h, codes, scales, self.rows.offsets, of_h=True)
+            each = scales.unsqueeze(-1) if scales.dim() == 1 else scales.repeat_interleave(128, 1)[:, :I]
+            self.numbers = codes.double() * each, formats.dequantize(format, parts, I)
+            self.w2 = parts.q
+            self.coded = {
+                "coded": kernels.coded(format, parts, H, I, 1, False),
+                "h_codes_NI": codes,
+                "h_scales": scales,
+            }
+            self.w2.view(torch.uint8)[empty] = 0x7F
+        else:
+            self.w2[empty] = float("nan")
         self.bias = torch.randn(E, H, device="cuda").to(bias) if bias else None
         self.around = torch.full((N + 300, H), float("nan"), dtype=dtype, device="cuda")
         self.y = self.around[128 : 128 + N]
@@ -69,23 +102,28 @@ class Gemm2:
         kernels.gemm2(
             config=MoEConfig(top_k=1), tile=self.tile, w2=self.w2, w2_bias=self.bias, blocks=self.rows.blocks_3B,
             h_NI=self.h, y_NH=self.y, offsets=self.rows.offsets, taken=self.rows.taken, zero_tail=zero_tail,
+            **self.coded,
         )  # fmt: skip
         return self.around
 
-    def expected(self) -> Tensor:
-        """float64, of the experts' rows."""
+    def expected(self) -> tuple[Tensor, Tensor]:
+        """float64, of the experts' rows: y, and the sums of its products' magnitudes."""
         y = torch.empty(self.end, self.y.shape[1], dtype=torch.float64, device="cuda")
-        ends = self.rows.offsets.tolist()
+        sizes, ends = torch.empty_like(y), self.rows.offsets.tolist()
         for e, (first, last) in enumerate(itertools.pairwise(ends)):
-            y[first:last] = self.h[first:last].double() @ self.w2[e].double().T
+            h, w2 = self.numbers[0][first:last].double(), self.numbers[1][e].double()
+            y[first:last], sizes[first:last] = h @ w2.T, h.abs() @ w2.abs().T
             if self.bias is not None:
                 y[first:last] += self.bias[e].double()
-        return y
+        return y, sizes
 
     def check(self, *, zero_tail: bool) -> None:
         around, N = self.run(zero_tail=zero_tail), len(self.y)
         rounding = {BF16: 2.0**-8, FP16: 2.0**-11}[around.dtype]
-        torch.testing.assert_close(self.y[: self.end].double(), self.expected(), rtol=1.01 * rounding, atol=5e-5)
+        expected, sizes = self.expected()
+        # Products of fp8 are added up with fewer bits than a float32 has.
+        bound = 1.01 * rounding * expected.abs() + (sizes * 2.0**-11 if self.coded else 5e-5)
+        assert ((self.y[: self.end].double() - expected).abs() <= bound).all()
         tail = self.y[self.end :]
         assert (tail == 0).all() if zero_tail else tail.isnan().all()
         assert around[:128].isnan().all()
@@ -100,6 +138,18 @@ def test_gemm2_is_right_at_every_height_and_writes_nothing_else(dtype, bias, H, 
     one = Gemm2(HEIGHTS, without, H, I, dtype, dtype if bias == "model" else bias)
     for zero_tail in (True, False):
         one.check(zero_tail=zero_tail)
+
+
+@pytest.mark.parametrize(("format", "block_m"), [("fp8_block", 64), ("fp8_block", 128), ("fp8_channel", 64)])
+@pytest.mark.parametrize(("H", "I"), [(400, 208), (2048, 512), (16, 16), (272, 144), (896, 1408)])
+def test_gemm2_of_fp8_is_right_at_every_height_and_writes_nothing_else(format, block_m, H, I) -> None:
+    one = Gemm2(HEIGHTS, 77, H, I, BF16, random.choice([None, BF16, FP32]), format, block_m)
+    for zero_tail in (True, False):
+        one.check(zero_tail=zero_tail)
+    first = one.y.clone()
+    for _ in range(5):
+        one.run(zero_tail=False)
+        assert torch.equal(one.y[: one.end], first[: one.end])
 
 
 @pytest.mark.parametrize("heights", [(0, 1), (1, 0), (0, 0, 0, 5000), (1,) * 300, (129,) * 200, (64, 0) * 150, (0,)])

@@ -85,25 +85,35 @@ _MANY_ROWS: dict[tuple[str, str], tuple[Tile, ...]] = {
         Tile(128, 256, 64, 8, 3, persistent=True, least_m=16),
         Tile(128, 256, 64, 8, 3, tma=True, least_m=16, tail=64),
     ),
-    # With four warps these spill registers.
+    # Small ones, of which several run on a multiprocessor: while one's bytes become numbers another's are multiplied.
     ("4bit", "gemm1"): (
         Tile(64, 64, 128, 8, 3, swap=True, least_m=16),
+        Tile(64, 32, 128, 4, 3, swap=True, least_m=16),
+        Tile(64, 32, 64, 4, 4, swap=True, least_m=16),
+        Tile(128, 32, 64, 8, 3, swap=True, least_m=16),
         Tile(128, 64, 64, 8, 3, swap=True, least_m=16),
     ),
     ("4bit", "gemm2"): (
         Tile(64, 128, 128, 8, 3, swap=True, least_m=16),
+        Tile(64, 64, 128, 4, 3, swap=True, least_m=16),
+        Tile(64, 64, 64, 4, 4, swap=True, least_m=16),
+        Tile(128, 64, 64, 4, 3, swap=True, least_m=16),
         Tile(128, 128, 64, 8, 3, swap=True, least_m=16),
     ),
     ("fp8", "gemm1"): (
         Tile(64, 64, 128, 8, 3, swap=True, least_m=16),
         Tile(64, 64, 128, 4, 3, swap=True, least_m=16),
+        Tile(64, 32, 128, 4, 4, swap=True, least_m=16),
         Tile(64, 128, 128, 8, 3, swap=True, least_m=16),
         Tile(128, 32, 128, 8, 3, swap=True, least_m=16),
     ),
     ("fp8", "gemm2"): (
         Tile(64, 128, 128, 8, 3, swap=True, least_m=16),
         Tile(64, 128, 128, 4, 3, swap=True, least_m=16),
+        Tile(64, 64, 128, 4, 4, swap=True, least_m=16),
+        Tile(64, 128, 128, 4, 3, swap=True, persistent=True, least_m=16),
         Tile(128, 64, 128, 8, 3, swap=True, least_m=16),
+        Tile(128, 64, 128, 8, 3, swap=True, persistent=True, least_m=16),
     ),
 }
 _TOGETHER: dict[str, tuple[tuple[Tile, Tile], ...]] = {

@@ -148,27 +148,37 @@ def gemm2(
     if w2 is not None:
         assert h_NI is not None
         assert y_NH is not None
-        if tile.persistent and not INTERPRET and shared_w2 is None and takes(w2) and y_NH.shape[0]:
+        a, a_scale = _rows_for(coded, h_NI, h_codes_NI, h_scales)
+        if shared_w2 is None and y_NH.shape[0] and _is_persistent(tile, a, w2, coded):
             assert blocks is not None
             assert offsets is not None
             assert taken is not None
-            gemm2_persistent(h_NI, w2, y_NH, bias=w2_bias, blocks_3B=blocks, taken=taken, warmup=warmup)
+            gemm2_persistent(
+                a, w2, y_NH, bias=w2_bias, blocks_3B=blocks, block_m=tile.block_m, taken=taken, coded=coded,
+                h_scales=a_scale, warmup=warmup,
+            )  # fmt: skip
             if zero_tail:
                 _zero_rows_after(offsets, y_NH, warmup=warmup)
             return
-        a, a_scale = _rows_for(coded, h_NI, h_codes_NI, h_scales)
         routed = _Part(a, w2, y_NH, w2_bias, blocks, coded=coded, a_scale=a_scale)
     if shared_w2 is not None:
         assert h_shared_TS is not None
         assert shared_TH is not None
         plain = gate_T is None and num_valid_tokens is None and routed is None and shared_TH.shape[0]
-        if tile.persistent and not INTERPRET and plain and takes(shared_w2):
-            gemm2_persistent(h_shared_TS, shared_w2, shared_TH, warmup=warmup)
-            return
         a, a_scale = _rows_for(shared_coded, h_shared_TS, h_shared_codes_TS, h_shared_scales)
+        if plain and _is_persistent(tile, a, shared_w2, shared_coded):
+            gemm2_persistent(
+                a, shared_w2, shared_TH, block_m=tile.block_m, coded=shared_coded, h_scales=a_scale, warmup=warmup
+            )
+            return
         shared = _Part(a, shared_w2, shared_TH, gate=gate_T, coded=shared_coded, a_scale=a_scale)
     if any(part is not None and part.out.shape[0] for part in (routed, shared)):
         _grouped(tile, config.top_k, routed, shared, num_valid_tokens, zero_tail, {}, allow_tf32, warmup)
+
+
+def _is_persistent(tile: Tile, a: Tensor, w2: Tensor, coded: Coded) -> bool:
+    """Whether this product is that of `gemm2_persistent`, whose rows are in the dtype of the weights."""
+    return tile.persistent and not INTERPRET and a.dtype == w2.dtype and takes(w2, tile.block_m, coded)
 
 
 def _zero_rows_after(offsets: Tensor, y_NH: Tensor, *, warmup: bool) -> None:

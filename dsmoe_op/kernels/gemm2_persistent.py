@@ -1,11 +1,14 @@
 """GEMM 2 for many rows: persistent programs with a producer and two consumers, in Gluon (sm_90).
 
-A product of I columns is short beside what begins and ends a program, so one program an SM takes item after item, where
-an item is a tile of a block's rows: 128 rows by 256 columns of y. Its warps divide the work:
+A product of I columns is short beside what begins and ends a program, so one program an SM takes item after item. An
+item is a tile of a block's rows: 128 rows by 256 columns of y, or with fp8 128 by 128, or 64 by 256. Its warps divide
+the work:
 
 - The producer fetches tiles of h and w2 into a ring of buffers by the copy engine, and runs ahead into the next item
   while the consumers finish one. It takes items by a counter, so that programs with cheap items take more of them.
-- Two consumers (a warpgroup each) multiply 64 rows each and store. One without rows only passes the buffers on.
+- Two consumers (a warpgroup each) multiply 64 rows each, or half of the columns of the same 64, and store. One without
+  rows only passes the buffers on. With fp8, each step's product is added in float32, with the scales of its 128
+  columns; while one consumer does so the other one multiplies.
 
 Barriers of a buffer: `full` when its bytes have arrived, `empty` when both consumers are done with it. What an item is
 travels with its first buffer; the end of the work is a buffer without data, told by the expert -1.
@@ -14,6 +17,7 @@ travels with its first buffer; the end of the work is a buffer without data, tol
 from __future__ import annotations
 
 import functools
+from typing import NamedTuple
 
 import torch
 import triton
@@ -29,6 +33,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from dsmoe_op.kernels.coded import PLAIN, Coded
 from dsmoe_op.kernels.launch import launch
 
 # Names that changed after Triton 3.6.
@@ -37,19 +42,39 @@ _store = tma.async_store if hasattr(tma, "async_store") else tma.async_copy_shar
 _barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
 
 BLOCK_M = 128
-"""Rows of a block, two consumers' 64."""
-_BLOCK_N, _BLOCK_K, _STAGES = 256, 64, 4
+"""Rows of a block of 16-bit rows; of fp8, 64 too."""
 _CONSUMER_REGISTERS, _PRODUCER_REGISTERS = 224, 56
-_GL_DTYPE = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
+_GL_DTYPE = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, torch.float8_e4m3fn: gl.float8e4nv}
 
 
-def takes(w2: Tensor) -> bool:
+class _Boxes(NamedTuple):
+    """What a stage of the ring holds: boxes of 64 rows of h, and of rows of w2, of so many columns."""
+
+    h_boxes: int
+    w_boxes: int
+    w_rows: int
+    columns: int
+    stages: int
+
+
+_BOXES = {
+    (False, 128): _Boxes(2, 1, 256, 64, 4),
+    (True, 128): _Boxes(2, 1, 128, 128, 6),
+    (True, 64): _Boxes(1, 2, 128, 128, 4),
+}
+"""By whether weights are fp8, and the rows of a block."""
+
+
+def takes(w2: Tensor, block_m: int = BLOCK_M, coded: Coded = PLAIN) -> bool:
     """Whether their GPU has Hopper's matrix unit, and its copy engine can fetch these weights.
 
-    They are contiguous, aligned to 16 bytes, and 16 bits wide.
+    They are contiguous, aligned to 16 bytes, and 16 bits wide, or fp8 with scales for 128 by 128 or for a row.
     """
+    form = () if coded.form is None else coded.form
+    kinds = form[:1] in ((), ("fp8_channel",)) or form[:2] == ("fp8_block", 128)
     aligned = w2.data_ptr() % 16 == 0 and w2.shape[-1] * w2.element_size() % 16 == 0
-    return w2.dtype in _GL_DTYPE and w2.is_contiguous() and aligned and _is_hopper(w2.device)
+    fits = kinds and ((w2.itemsize == 1), block_m) in _BOXES and (w2.itemsize == 1) == bool(form)
+    return fits and w2.dtype in _GL_DTYPE and w2.is_contiguous() and aligned and _is_hopper(w2.device)
 
 
 def gemm2_persistent(
@@ -59,35 +84,46 @@ def gemm2_persistent(
     *,
     bias: Tensor | None = None,
     blocks_3B: Tensor | None = None,
+    block_m: int = BLOCK_M,
     taken: Tensor | None = None,
+    coded: Coded = PLAIN,
+    h_scales: Tensor | None = None,
     warmup: bool = False,
 ) -> None:
     """y = h w2^T + bias, rounded once, for the rows that experts have.
 
     Args:
-        h_NI, y_NH: [N, I] and, written, [N, H]; contiguous, aligned to 16 bytes, in the dtype of w2.
+        h_NI, y_NH: [N, I] and, written, [N, H]; contiguous, aligned to 16 bytes. h in the dtype of w2, y in 16 bits.
         w2: [E, H, I], or [H, I] for the one expert that has all rows; such as `takes` says.
         bias: [E, H] contiguous, any float dtype.
-        blocks_3B: as `Rows`, of blocks of BLOCK_M rows. None: one expert has all rows.
+        blocks_3B: as `Rows`, of blocks of block_m rows. None: one expert has all rows.
         taken: int32 [1], zero before; changed. None: programs take items in turn.
+        coded, h_scales: what belongs to w2, and to h, where they are fp8: h_scales as `quantize_rows` makes them.
     """
     H, I = w2.shape[-2:]
     rows = w2.numel() // I
+    boxes = _BOXES[w2.itemsize == 1, block_m]
+    form = coded.form
     args = (
-        _descriptor(h_NI, [h_NI.shape[0], I], [64, _BLOCK_K]),
-        _descriptor(w2, [rows, I], [_BLOCK_N, _BLOCK_K]),
+        _descriptor(h_NI, [y_NH.shape[0], I], [64, boxes.columns]),  # a warm-up may have no h
+        _descriptor(w2, [rows, I], [boxes.w_rows, boxes.columns]),
         y_NH,
-        _descriptor(y_NH, [y_NH.shape[0], H], [64, _BLOCK_N // 2]),
+        _descriptor(y_NH, [y_NH.shape[0], H], [64, 128]),
         bias,
         blocks_3B,
-        triton.cdiv(y_NH.shape[0], BLOCK_M) if blocks_3B is None else blocks_3B.shape[1],
+        triton.cdiv(y_NH.shape[0], block_m) if blocks_3B is None else blocks_3B.shape[1],
         y_NH.shape[0],
         taken,
+        h_scales if form else None,
+        coded.scale,
     )
     meta = {
         "COLUMNS": H,
         "INNER": I,
-        "STAGES": _STAGES,
+        "H_BOXES": boxes.h_boxes,
+        "W_BOXES": boxes.w_boxes,
+        "STAGES": boxes.stages,
+        "SCALES": None if form is None else form[0],
         "CONSUMER_REGISTERS": _CONSUMER_REGISTERS,
         "PRODUCER_REGISTERS": _PRODUCER_REGISTERS,
         "num_warps": 4,
@@ -126,14 +162,14 @@ def _before(s, STAGES: gl.constexpr):
 
 
 @gluon.jit
-def _item(blocks_ptr, num_blocks, N, item, TILES: gl.constexpr):
+def _item(blocks_ptr, num_blocks, N, item, TILES: gl.constexpr, BLOCK_M: gl.constexpr):
     """Expert (-1: no item), first row, row after the last, and column tile."""
     block = item // TILES
     is_block = block < num_blocks
     if blocks_ptr is None:
         expert = item * 0
-        row = block * 128
-        end = gl.minimum(row + 128, N)
+        row = block * BLOCK_M
+        end = gl.minimum(row + BLOCK_M, N)
     else:
         block = gl.where(is_block, block, 0)
         expert = gl.load(blocks_ptr + block)
@@ -173,32 +209,40 @@ def _told(info, s):
 @gluon.jit
 def _produce(
     h_desc, w_desc, blocks_ptr, num_blocks, N, taken_ptr, h_bufs, w_bufs, info, full, empty,
-    COLUMNS: gl.constexpr, INNER: gl.constexpr, STAGES: gl.constexpr,
+    COLUMNS: gl.constexpr, INNER: gl.constexpr, H_BOXES: gl.constexpr, W_BOXES: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    BLOCK_N: gl.constexpr = w_bufs.shape[1]
+    W_ROWS: gl.constexpr = w_bufs.shape[1]
     BLOCK_K: gl.constexpr = w_bufs.shape[2]
+    BLOCK_N: gl.constexpr = W_BOXES * W_ROWS
     TILES: gl.constexpr = (COLUMNS + BLOCK_N - 1) // BLOCK_N
-    W_BYTES: gl.constexpr = BLOCK_N * BLOCK_K * 2
-    H_BYTES: gl.constexpr = 64 * BLOCK_K * 2
+    W_BYTES: gl.constexpr = BLOCK_N * BLOCK_K * w_desc.dtype.primitive_bitwidth // 8
+    H_BYTES: gl.constexpr = 64 * BLOCK_K * w_desc.dtype.primitive_bitwidth // 8
     item = gl.program_id(0)
-    expert, row, end, tile = _item(blocks_ptr, num_blocks, N, item, TILES)
+    expert, row, end, tile = _item(blocks_ptr, num_blocks, N, item, TILES, 64 * H_BOXES)
     s = item * 0
     phase = s + 1  # a fresh barrier counts as past its odd phase: the first wait for each buffer passes
     while expert >= 0:
-        both = end - row > 64
         # The next item is looked up while this one is fetched.
         item = _take(taken_ptr, item)
-        next_expert, next_row, next_end, next_tile = _item(blocks_ptr, num_blocks, N, item, TILES)
+        next_expert, next_row, next_end, next_tile = _item(blocks_ptr, num_blocks, N, item, TILES, 64 * H_BOXES)
+        first = expert * COLUMNS + tile * BLOCK_N
         for start in range(0, INNER, BLOCK_K):
             mbarrier.wait(empty.index(s), phase)
             if start == 0:
                 _tell(info, s, expert, row, end, tile)
             bar = full.index(s)
-            mbarrier.expect(bar, W_BYTES + H_BYTES, pred=end - row <= 64)
-            mbarrier.expect(bar, W_BYTES + 2 * H_BYTES, pred=both)
-            _load(w_desc, [expert * COLUMNS + tile * BLOCK_N, start], bar, w_bufs.index(s))
-            _load(h_desc, [row, start], bar, h_bufs.index(2 * s))
-            _load(h_desc, [row + 64, start], bar, h_bufs.index(2 * s + 1), pred=both)
+            if H_BOXES == 2:
+                both = end - row > 64
+                mbarrier.expect(bar, W_BYTES + H_BYTES, pred=end - row <= 64)
+                mbarrier.expect(bar, W_BYTES + 2 * H_BYTES, pred=both)
+                _load(w_desc, [first, start], bar, w_bufs.index(s))
+                _load(h_desc, [row, start], bar, h_bufs.index(2 * s))
+                _load(h_desc, [row + 64, start], bar, h_bufs.index(2 * s + 1), pred=both)
+            else:
+                mbarrier.expect(bar, W_BYTES + H_BYTES)
+                _load(h_desc, [row, start], bar, h_bufs.index(s))
+                _load(w_desc, [first, start], bar, w_bufs.index(2 * s))
+                _load(w_desc, [first + W_ROWS, start], bar, w_bufs.index(2 * s + 1))
             s, phase = _next(s, phase, STAGES)
         expert = next_expert
         row = next_row
@@ -211,43 +255,77 @@ def _produce(
 
 @gluon.jit
 def _consume(
-    h_bufs, w_bufs, out_bufs, info, full, empty, y_ptr, y_desc, bias_ptr,
-    WHICH: gl.constexpr, COLUMNS: gl.constexpr, INNER: gl.constexpr, STAGES: gl.constexpr,
+    h_bufs, w_bufs, out_bufs, info, full, empty, y_ptr, y_desc, bias_ptr, h_scale_ptr, w_scale_ptr,
+    WHICH: gl.constexpr, COLUMNS: gl.constexpr, INNER: gl.constexpr, H_BOXES: gl.constexpr, W_BOXES: gl.constexpr,
+    STAGES: gl.constexpr, SCALES: gl.constexpr,
 ):  # fmt: skip
-    """The 64 rows from 64 * WHICH on of each item."""
-    BLOCK_N: gl.constexpr = w_bufs.shape[1]
+    """Of each item the 64 rows from 64 * WHICH on, or its columns in the box WHICH of w2."""
+    W_ROWS: gl.constexpr = w_bufs.shape[1]
     BLOCK_K: gl.constexpr = w_bufs.shape[2]
     STEPS: gl.constexpr = (INNER + BLOCK_K - 1) // BLOCK_K
+    LAYOUT: gl.constexpr = gl.NVMMADistributedLayout(
+        [3, 0], [4, 1], [16, W_ROWS, 256 // w_bufs.dtype.primitive_bitwidth]
+    )
+    H_BOX: gl.constexpr = WHICH * (H_BOXES - 1)
+    W_BOX: gl.constexpr = WHICH * (W_BOXES - 1)
     out_buf = out_bufs.index(WHICH)
     # Never read before a product has replaced it. Outside the loop, so that no item has to clear it.
-    acc = gl.zeros([64, BLOCK_N], gl.float32, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16]))
+    product = gl.zeros([64, W_ROWS], gl.float32, LAYOUT)
     mbarrier.wait(full.index(0), 0)
     expert, row, end, tile = _told(info, 0)
     s = expert * 0
     phase = s
     while expert >= 0:
-        row = row + WHICH * 64
-        column = tile * BLOCK_N
+        row = row + 64 * H_BOX
+        column = (tile * W_BOXES + W_BOX) * W_ROWS
         if end > row:
-            for k in range(STEPS):
-                mbarrier.wait(full.index(s), phase)
-                w = w_bufs.index(s).permute([1, 0])
-                acc = warpgroup_mma(h_bufs.index(2 * s + WHICH), w, acc, use_acc=k > 0, is_async=True)
-                acc = warpgroup_mma_wait(1, deps=[acc])
-                # The product before this one is done: its buffers are free.
-                mbarrier.arrive(empty.index(_before(s, STAGES)), count=1, pred=k > 0)
-                s, phase = _next(s, phase, STAGES)
-            acc = warpgroup_mma_wait(0, deps=[acc])
-            mbarrier.arrive(empty.index(_before(s, STAGES)), count=1)
-            left, right = gl.split(gl.permute(gl.reshape(acc, [64, 2, BLOCK_N // 2]), [0, 2, 1]))
-            if bias_ptr is not None:
-                bias = bias_ptr + expert * COLUMNS
-                left = _add_bias(left, bias, column, COLUMNS)
-                right = _add_bias(right, bias, column + BLOCK_N // 2, COLUMNS)
-            tma.store_wait(0)  # the item before has left the buffer
-            _write(left.to(out_bufs.dtype), out_buf, y_desc, y_ptr, row, end, column, COLUMNS)
-            tma.store_wait(0)
-            _write(right.to(out_bufs.dtype), out_buf, y_desc, y_ptr, row, end, column + BLOCK_N // 2, COLUMNS)
+            if SCALES is None:
+                for k in range(STEPS):
+                    mbarrier.wait(full.index(s), phase)
+                    w = w_bufs.index(W_BOXES * s + W_BOX).permute([1, 0])
+                    h = h_bufs.index(H_BOXES * s + H_BOX)
+                    product = warpgroup_mma(h, w, product, use_acc=k > 0, is_async=True)
+                    product = warpgroup_mma_wait(1, deps=[product])
+                    # The product before this one is done: its buffers are free.
+                    mbarrier.arrive(empty.index(_before(s, STAGES)), count=1, pred=k > 0)
+                    s, phase = _next(s, phase, STAGES)
+                product = warpgroup_mma_wait(0, deps=[product])
+                mbarrier.arrive(empty.index(_before(s, STAGES)), count=1)
+                acc = product
+            else:
+                acc = gl.zeros([64, W_ROWS], gl.float32, LAYOUT)
+                rows = row + gl.arange(0, 64, layout=gl.SliceLayout(1, LAYOUT))
+                for k in range(STEPS):
+                    if SCALES == "fp8_block":  # under way while the product is
+                        factor = _of_step(h_scale_ptr, w_scale_ptr, expert, rows, end, column, k, COLUMNS, STEPS)
+                    mbarrier.wait(full.index(s), phase)
+                    w = w_bufs.index(W_BOXES * s + W_BOX).permute([1, 0])
+                    h = h_bufs.index(H_BOXES * s + H_BOX)
+                    product = warpgroup_mma(h, w, product, use_acc=False, is_async=True)
+                    product = warpgroup_mma_wait(0, deps=[product])
+                    mbarrier.arrive(empty.index(s), count=1)
+                    if SCALES == "fp8_block":
+                        acc = acc + product * gl.expand_dims(factor, 1)
+                    else:
+                        acc = acc + product
+                    s, phase = _next(s, phase, STAGES)
+                if SCALES == "fp8_channel":
+                    acc = _of_rows(acc, h_scale_ptr, w_scale_ptr, expert, rows, end, column, COLUMNS)
+            if W_ROWS == 256:
+                left, right = gl.split(gl.permute(gl.reshape(acc, [64, 2, 128]), [0, 2, 1]))
+                if bias_ptr is not None:
+                    bias = bias_ptr + expert * COLUMNS
+                    left = _add_bias(left, bias, column, COLUMNS)
+                    right = _add_bias(right, bias, column + 128, COLUMNS)
+                tma.store_wait(0)  # the item before has left the buffer
+                _write(left.to(out_bufs.dtype), out_buf, y_desc, y_ptr, row, end, column, COLUMNS)
+                tma.store_wait(0)
+                _write(right.to(out_bufs.dtype), out_buf, y_desc, y_ptr, row, end, column + 128, COLUMNS)
+            else:
+                if bias_ptr is not None:
+                    acc = _add_bias(acc, bias_ptr + expert * COLUMNS, column, COLUMNS)
+                tma.store_wait(0)
+                _write(acc.to(out_bufs.dtype), out_buf, y_desc, y_ptr, row, end, column, COLUMNS)
         else:
             for _ in range(STEPS):
                 mbarrier.wait(full.index(s), phase)
@@ -256,6 +334,35 @@ def _consume(
         mbarrier.wait(full.index(s), phase)
         expert, row, end, tile = _told(info, s)
     tma.store_wait(0)
+
+
+@gluon.jit
+def _scale(ptrs, mask):
+    """float32 scales; a byte is a power of two."""
+    if ptrs.dtype.element_ty == gl.uint8:
+        e = gl.load(ptrs, mask=mask, other=0).to(gl.int32)
+        bits = gl.where(e == 0, 0x00400000, e << 23)  # 2^-127 is subnormal
+        return gl.where(e == 255, 0x7FC00000, bits).to(gl.float32, bitcast=True)
+    else:
+        return gl.load(ptrs, mask=mask, other=0.0).to(gl.float32)
+
+
+@gluon.jit
+def _of_step(h_scale_ptr, w_scale_ptr, expert, rows, end, column, k, COLUMNS: gl.constexpr, STEPS: gl.constexpr):
+    """What a step's product is multiplied by: float32 [64], for the columns of y that share a scale."""
+    h_scale = gl.load(h_scale_ptr + rows.to(gl.int64) * STEPS + k, mask=rows < end, other=0.0)
+    BLOCKS: gl.constexpr = (COLUMNS + 127) // 128
+    w_scale = _scale(w_scale_ptr + (expert.to(gl.int64) * BLOCKS + column // 128) * STEPS + k, column < COLUMNS)
+    return h_scale * w_scale
+
+
+@gluon.jit
+def _of_rows(acc, h_scale_ptr, w_scale_ptr, expert, rows, end, column, COLUMNS: gl.constexpr):
+    """acc with the scales of its rows, and those of w2's."""
+    h_scale = gl.load(h_scale_ptr + rows, mask=rows < end, other=0.0)
+    c = column + gl.arange(0, acc.shape[1], layout=gl.SliceLayout(0, acc.type.layout))
+    w_scale = _scale(w_scale_ptr + expert.to(gl.int64) * COLUMNS + c, c < COLUMNS)
+    return acc * gl.expand_dims(w_scale, 0) * gl.expand_dims(h_scale, 1)
 
 
 @gluon.jit
@@ -282,7 +389,10 @@ def _write(value, buf, y_desc, y_ptr, row, end, column, COLUMNS: gl.constexpr):
         gl.store(ptrs, buf.load(layout), mask=mask)
 
 
-@gluon.jit(do_not_specialize=["num_blocks", "N"], do_not_specialize_on_alignment=["bias_ptr", "taken_ptr"])
+@gluon.jit(
+    do_not_specialize=["num_blocks", "N"],
+    do_not_specialize_on_alignment=["bias_ptr", "taken_ptr", "h_scale_ptr", "w_scale_ptr"],
+)
 def _persistent_gemm2(
     h_desc,
     w_desc,
@@ -293,16 +403,25 @@ def _persistent_gemm2(
     num_blocks,
     N,
     taken_ptr,
+    h_scale_ptr,
+    w_scale_ptr,
     COLUMNS: gl.constexpr,
     INNER: gl.constexpr,
+    H_BOXES: gl.constexpr,
+    W_BOXES: gl.constexpr,
     STAGES: gl.constexpr,
+    SCALES: gl.constexpr,
     CONSUMER_REGISTERS: gl.constexpr,
     PRODUCER_REGISTERS: gl.constexpr,
 ):
-    DTYPE: gl.constexpr = y_desc.dtype
-    h_bufs = gl.allocate_shared_memory(DTYPE, [2 * STAGES, h_desc.block_shape[0], h_desc.block_shape[1]], h_desc.layout)
-    w_bufs = gl.allocate_shared_memory(DTYPE, [STAGES, w_desc.block_shape[0], w_desc.block_shape[1]], w_desc.layout)
-    out_bufs = gl.allocate_shared_memory(DTYPE, [2, y_desc.block_shape[0], y_desc.block_shape[1]], y_desc.layout)
+    DTYPE: gl.constexpr = w_desc.dtype
+    h_bufs = gl.allocate_shared_memory(
+        DTYPE, [H_BOXES * STAGES, h_desc.block_shape[0], h_desc.block_shape[1]], h_desc.layout
+    )
+    w_bufs = gl.allocate_shared_memory(
+        DTYPE, [W_BOXES * STAGES, w_desc.block_shape[0], w_desc.block_shape[1]], w_desc.layout
+    )
+    out_bufs = gl.allocate_shared_memory(y_desc.dtype, [2, y_desc.block_shape[0], y_desc.block_shape[1]], y_desc.layout)
     info = gl.allocate_shared_memory(gl.int32, [4 * STAGES, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
@@ -315,22 +434,22 @@ def _persistent_gemm2(
             (
                 _consume,
                 (
-                    h_bufs, w_bufs, out_bufs, info, full, empty, y_ptr, y_desc, bias_ptr,
-                    0, COLUMNS, INNER, STAGES,
+                    h_bufs, w_bufs, out_bufs, info, full, empty, y_ptr, y_desc, bias_ptr, h_scale_ptr, w_scale_ptr,
+                    0, COLUMNS, INNER, H_BOXES, W_BOXES, STAGES, SCALES,
                 ),
             ),
             (
                 _consume,
                 (
-                    h_bufs, w_bufs, out_bufs, info, full, empty, y_ptr, y_desc, bias_ptr,
-                    1, COLUMNS, INNER, STAGES,
+                    h_bufs, w_bufs, out_bufs, info, full, empty, y_ptr, y_desc, bias_ptr, h_scale_ptr, w_scale_ptr,
+                    1, COLUMNS, INNER, H_BOXES, W_BOXES, STAGES, SCALES,
                 ),
             ),
             (
                 _produce,
                 (
                     h_desc, w_desc, blocks_ptr, num_blocks, N, taken_ptr, h_bufs, w_bufs, info, full, empty,
-                    COLUMNS, INNER, STAGES,
+                    COLUMNS, INNER, H_BOXES, W_BOXES, STAGES,
                 ),
             ),
         ],

@@ -35,8 +35,8 @@ SHARED = ("shared_gemm1", "shared_gemm2")
 GEMMS = ("gemm1", "gemm2", *SHARED)
 PARTS = (*GEMMS, "layer")
 """Of what there are times, in microseconds."""
-PERSISTENT_M = 128
-"""block_m of a persistent tile."""
+PERSISTENT_M = {"16bit": (128,), "fp8": (64, 128)}
+"""What block_m of a persistent tile may be, by kind of product; of others it means nothing, and is 128."""
 FP8_K, LEAST_4BIT_K = 128, 32
 """block_k of a product with weights in fp8, whose scale may be that of 128 columns, and the least with four bits."""
 _RANGES = {
@@ -234,8 +234,9 @@ class _Reader:
             self.refuse(f"{at}.tail", f"less than block_m, {tile.block_m}", tile.tail)
         if tile.persistent and tile.tail:
             self.refuse(f"{at}.tail", "0, since it is persistent", tile.tail)
-        if tile.persistent and tile.block_m != PERSISTENT_M:
-            self.refuse(f"{at}.block_m", f"{PERSISTENT_M}, since it is persistent", tile.block_m)
+        heights = PERSISTENT_M.get(kind, (128,))
+        if tile.persistent and tile.block_m not in heights:
+            self.refuse(f"{at}.block_m", f"{' or '.join(map(str, heights))}, since it is persistent", tile.block_m)
         if kind == "fp8" and tile.block_k != FP8_K:
             self.refuse(f"{at}.block_k", f"{FP8_K}, since weights are {kind}", tile.block_k)
         if kind.endswith("4bit") and tile.block_k < LEAST_4BIT_K:
