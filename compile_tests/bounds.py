@@ -194,7 +194,7 @@ def numbers(config: MoEConfig, name: str, weight: Quantised, columns: int, dtype
 def least_normal(config: MoEConfig, name: str, weight: Quantised, columns: int) -> Tensor:
     """[R, K]: a weight's scales times the least normal fp8 number."""
     options = {"halves": config.halves(name), "interleaved": config.interleaves(name)}
-    least = torch.full_like(weight.q, torch.finfo(E4M3).smallest_normal)
+    least = torch.full(weight.q.shape, torch.finfo(E4M3).smallest_normal, device=weight.q.device).to(E4M3)
     return dequantize(config.format_of(name) or "", weight._replace(q=least), columns, **options)
 
 
