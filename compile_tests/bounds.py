@@ -8,6 +8,8 @@ A quantised weight is exact, but for the roundings that make a number of it. Row
 fall where their argument rises, so what the two ends of an element's interval become encloses what it can become: the
 same number, as a rule, and one or the other neighbour where the error reaches over the middle between two.
 
+Products of fp8 by fp8 are the one sum that is not always of float32: `fp8_fraction`.
+
 Suffixes as in `dsmoe_op/reference.py`.
 """
 
@@ -37,6 +39,23 @@ FUNCTION = 8 * U32  # a float32 exp, erf, tanh, log, sqrt or quotient, relative
 
 def unit(dtype: torch.dtype) -> float:
     return torch.finfo(dtype).eps / 2
+
+
+FP8_FRACTION = {(9, 0): 13}
+"""By compute capability: bits after the first one that sums of fp8 products keep on the matrix unit, where these are
+fewer than float32's. Of Hopper: DeepSeek-V3's report (arXiv 2412.19437, 3.5.2) tells of 14 bits, SageAttention2 (arXiv
+2411.10958) and the simulator MMA-Sim (microsoft/MMA-Sim) of 13 after the first, all by experiment; no document of the
+vendor's has it."""
+FP8_PRODUCTS = 32
+"""That an instruction adds up, such as wgmma's with k32."""
+FP8_STEP = 128
+"""Columns whose products the matrix unit adds up from zero, in kernels/coded.py's steps; steps are added in float32.
+`test_kernels_sm90.py` holds the binaries to both numbers."""
+
+
+def fp8_fraction(device: torch.device) -> int | None:
+    """What `moe` is to be told of results of that device."""
+    return FP8_FRACTION.get(torch.cuda.get_device_capability(device)) if device.type == "cuda" else None
 
 
 class Approx(NamedTuple):
@@ -88,6 +107,58 @@ class Approx(NamedTuple):
         return Approx(function(self.value), function(self.error))
 
 
+def cut_off(x: Approx, weight: Approx, least_x: Tensor, least_weight: Tensor, fraction: int) -> Tensor:
+    """[R, N]: what sums of fp8 products lose on a matrix unit that keeps `fraction` bits after the first, at most.
+
+    An instruction takes 32 products and the sum of those before. A product's power of two is that of its factors, so it
+    is a multiple of 2^-6 of it. All become multiples of 2^-fraction of the largest such power, each cut off towards
+    zero, and the new sum keeps as many bits of its own. So large products lose nothing, and others less than one such
+    multiple or all that they are.
+
+    Args:
+        x, weight: [R, K] and [N, K], fp8 numbers times their scales.
+        least_x, least_weight: likewise; the scales times the least normal fp8 number, whose power of two is that of all
+            smaller ones too. A step's columns share them.
+    """
+    K, N = x.value.shape[1], len(weight.value)
+    at_once = max(1, 2**24 // (N * FP8_PRODUCTS))
+    if len(x.value) > at_once:
+        parts = zip(*(t.split(at_once) for t in (*x, least_x)), strict=True)
+        return torch.cat([cut_off(Approx(v, e), weight, least, least_weight, fraction) for v, e, least in parts])
+    last = 2.0**-fraction
+    lost = x.value.new_zeros(len(x.value), N)
+    for start in range(0, K, FP8_STEP):
+        sum, spread, own = torch.zeros_like(lost), torch.zeros_like(lost), torch.zeros_like(lost)
+        for first in range(start, min(start + FP8_STEP, K), FP8_PRODUCTS):
+            columns = slice(first, min(first + FP8_PRODUCTS, start + FP8_STEP))
+            a, b = (t.map(lambda v, columns=columns: v[:, columns]) for t in (x, weight))
+            least_a, least_b = least_x[:, columns], least_weight[:, columns]
+            powers, least_powers = (
+                _power_of_two(one, least_a)[:, None] * _power_of_two(other, least_b)
+                for one, other in ((a.size, b.size), (_least_size(a), _least_size(b)))
+            )
+            before = sum.abs() + spread + own
+            largest = torch.maximum(powers.amax(-1), _power_of_two(before, least_a[:, :1] * least_b[:, 0]))
+            each = torch.minimum(a.size[:, None] * b.size, (last * largest)[..., None])
+            own = own + each.masked_fill(least_powers >= largest[..., None] * 2.0 ** (6 - fraction), 0.0).sum(-1)
+            own = own + torch.minimum(before, last * largest)
+            sum = sum + a.value @ b.value.mT
+            spread = spread + a.error @ b.value.abs().mT + a.size @ b.error.mT
+            own = own + last * (sum.abs() + spread + own)
+        lost += own
+    return lost
+
+
+def _least_size(t: Approx) -> Tensor:
+    return (t.value.abs() - t.error).clamp(min=0)
+
+
+def _power_of_two(size: Tensor, least: Tensor) -> Tensor:
+    """That of a number so large, in units of `least`, whose own is the least. A scale's roundings change nothing."""
+    _, exponent = torch.frexp((size / least).clamp(min=1) * (1 + 2.0**-20))
+    return least * torch.exp2(exponent.double() - 1)
+
+
 def activation(h: Approx, config: MoEConfig, clamp: float | None, order: str) -> Approx:
     """As `reference.activation`, whose clamps never enlarge an error."""
     value = reference.activation(h.value, config, clamp=clamp, order=order)
@@ -120,17 +191,25 @@ def numbers(config: MoEConfig, name: str, weight: Quantised, columns: int, dtype
     return w if FORMATS[format].activations else w.to(dtype)
 
 
-def fp8_rows(x: Approx, format: str, input_scale: Tensor | None, dtype: torch.dtype) -> Approx:
-    """As `formats.quantized_rows` of what lies within x's bounds and is a number of `dtype`.
+def least_normal(config: MoEConfig, name: str, weight: Quantised, columns: int) -> Tensor:
+    """[R, K]: a weight's scales times the least normal fp8 number."""
+    options = {"halves": config.halves(name), "interleaved": config.interleaves(name)}
+    least = torch.full(weight.q.shape, torch.finfo(E4M3).smallest_normal, device=weight.q.device).to(E4M3)
+    return dequantize(config.format_of(name) or "", weight._replace(q=least), columns, **options)
+
+
+def fp8_rows(x: Approx, format: str, input_scale: Tensor | None, dtype: torch.dtype) -> tuple[Approx, Tensor]:
+    """As `formats.quantized_rows` of what lies within x's bounds and is a number of `dtype`; and `least_normal` of it.
 
     The error is the width of the interval, so that both what a kernel has and what the definition has may lie anywhere
     in it.
     """
     low, high = ((x.value + sign * x.error).to(dtype).float() for sign in (-1, 1))
     value = quantized_rows(x.value.to(dtype), format, input_scale).double()
+    least = torch.finfo(E4M3).smallest_normal
     if input_scale is not None:
         ends = [quantized_rows(end, format, input_scale) for end in (low, high)]
-        return Approx(value, (ends[1] - ends[0]).double())
+        return Approx(value, (ends[1] - ends[0]).double()), (input_scale.double() * least).expand_as(value)
     columns = low.shape[-1]
     size = 128 if FORMATS[format].activations == "block" else columns
 
@@ -145,7 +224,7 @@ def fp8_rows(x: Approx, format: str, input_scale: Tensor | None, dtype: torch.dt
     for end, pick in ((low, torch.minimum), (high, torch.maximum)):
         q = pick(*(end * (largest / a) for a in amaxes)).clamp(-LARGEST_E4M3, LARGEST_E4M3).to(E4M3).float()
         ends.append(pick(*(q * (a / largest) for a in amaxes)))
-    return Approx(value, (ends[1] - ends[0]).double())
+    return Approx(value, (ends[1] - ends[0]).double()), amaxes[1].double() * (least / LARGEST_E4M3)
 
 
 def moe(
@@ -163,9 +242,14 @@ def moe(
     shared_gate: Tensor | None = None,
     num_valid_tokens: Tensor | None = None,
     expert_map: Tensor | None = None,
+    fp8_fraction: int | None = None,
     **scales: Tensor | None,
 ) -> Tensor:
-    """The bound [T, H] of the layer's output for these ids and float32 weights, against `reference.moe`."""
+    """The bound [T, H] of the layer's output for these ids and float32 weights, against `reference.moe`.
+
+    Args:
+        fp8_fraction: as of `cut_off`; None: sums of fp8 products are of float32 too.
+    """
     dtype = hidden_states.dtype
     tensors = {"w13": w13, "w2": w2, "shared_w13": shared_w13, "shared_w2": shared_w2, **scales}
     x_TH = Approx.exact(hidden_states.reshape(-1, hidden_states.shape[-1]))
@@ -175,9 +259,14 @@ def moe(
         format, weight = config.format_of(name), quantised(tensors, name)
         weight = weight if expert is None else weight.expert(expert)
         w = numbers(config, name, weight, x.value.shape[1], dtype)
-        if format is not None and FORMATS[format].activations:
-            x = fp8_rows(x, format, weight.input_scale, dtype)
-        return x.linear(w)
+        if format is None or not FORMATS[format].activations:
+            return x.linear(w)
+        x, least = fp8_rows(x, format, weight.input_scale, dtype)
+        y = x.linear(w)
+        if fp8_fraction is None:
+            return y
+        least_weight = least_normal(config, name, weight, x.value.shape[1])
+        return Approx(y.value, y.error + cut_off(x, w, least, least_weight, fp8_fraction))
 
     def products(
         x: Approx, prefix: str, expert: int | None, b13: Tensor | None, b2: Tensor | None, *how: Any

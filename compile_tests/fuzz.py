@@ -286,4 +286,6 @@ def definition(x: Tensor, ids: Tensor, weights: Tensor, args: dict[str, Any]) ->
     """[T, H] twice, float64: what the definition says for that routing, and how far off a layer may be."""
     ways = ("router_weight", "router_bias", "correction_bias", "router_logits", "topk_ids", "topk_weights")
     rest = {name: value for name, value in args.items() if name not in (*ways, "schedule")}
-    return reference.moe(x, topk_ids=ids, topk_weights=weights, **rest), bounds.moe(x, ids, weights, **rest)
+    fraction = bounds.fp8_fraction(x.device)
+    bound = bounds.moe(x, ids, weights, **rest, fp8_fraction=fraction)
+    return reference.moe(x, topk_ids=ids, topk_weights=weights, **rest), bound

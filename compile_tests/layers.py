@@ -124,10 +124,14 @@ def tensors_of(x: Tensor, layer: dict[str, Any]) -> dict[str, Tensor]:
 
 
 def moe_args(x: Tensor, layer: dict[str, Any], schedule: str = "auto") -> tuple[Any, ...]:
-    """The same call as positional arguments of `torch.ops.dsmoe.moe_v1` and `moe_unfinalized_v1`."""
+    """The same call as positional arguments of `torch.ops.dsmoe.moe_v1` and `moe_unfinalized_v1`.
+
+    Without the last ones that are None, as PyTorch's dispatcher hands them to the op's kernels.
+    """
     tensors = tensors_of(x, layer)
     scales = [tensors.get(name) for name in LAYER_FIELDS[16:]]
-    scales = scales if any(scale is not None for scale in scales) else []
+    while scales and scales[-1] is None:
+        scales.pop()
     return *(tensors.get(name) for name in LAYER_FIELDS[:16]), layer["config"].key, schedule, *scales
 
 

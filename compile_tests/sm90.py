@@ -9,6 +9,7 @@ import subprocess
 import sys
 from typing import Any
 
+import bounds
 import pytest
 import torch
 import triton
@@ -257,6 +258,15 @@ def matrix_instructions(kernel: Any) -> set[str]:
     text = kernel.asm["ptx"]
     found = {f"wgmma {kind}" for kind in re.findall(r"wgmma\.mma_async\S*\.f32\.(\w+)\.\w+", text)}
     return found | {f"mma {kind}" for kind in re.findall(r"mma\.sync\S*\.f32\.(\w+)\.\w+\.f32", text)}
+
+
+def check_fp8_steps(kernel: Any) -> None:
+    """Sums of fp8 products start from zero each 128 columns, of four instructions, as `bounds.cut_off` has it."""
+    found = re.findall(r"wgmma\.mma_async\S*k(\d+)\.f32\.e4m3\.e4m3 \{[^}]*\}, .*?, (\S+), 1, 1;", kernel.asm["ptx"])
+    assert len(found) == kernel.asm["ptx"].count("wgmma.mma_async")
+    assert {int(products) for products, _ in found} == {bounds.FP8_PRODUCTS}
+    step = bounds.FP8_STEP // bounds.FP8_PRODUCTS
+    assert [adds == "0" for _, adds in found] == [i % step == 0 for i in range(len(found))], kernel.metadata
 
 
 def least_side(kernel: Any) -> int:

@@ -25,6 +25,7 @@ from sm90 import (  # noqa: E402
     TOKENS,
     V3,
     Layer,
+    check_fp8_steps,
     check_loops,
     check_products,
     check_resources,
@@ -150,6 +151,8 @@ def test_quantised_products_use_the_matrix_units_and_fit(compiled, tmp_path, nam
         if not kernel.metadata.name.startswith("_quantize"):
             unit = "wgmma" if least_side(kernel) >= 64 else "mma"
             assert matrix_instructions(kernel) == {"wgmma e4m3" if kind == "fp8" else f"{unit} bf16"}
+            if kind == "fp8":
+                check_fp8_steps(kernel)
     check_resources(compiled, tmp_path)
 
 
@@ -181,6 +184,8 @@ def test_candidates_for_quantised_products_use_the_matrix_units_and_fit(compiled
     for kernel in compiled:
         unit = "wgmma" if kind == "fp8" or least_side(kernel) >= 64 else "mma"
         assert matrix_instructions(kernel) == {"wgmma e4m3" if kind == "fp8" else f"{unit} bf16"}
+        if kind == "fp8":
+            check_fp8_steps(kernel)
     check_resources(compiled, tmp_path)
 
 

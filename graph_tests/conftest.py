@@ -6,7 +6,7 @@ import contextlib
 import fcntl
 import os
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import pytest
@@ -23,7 +23,7 @@ from fixtures import (
     pytest_terminal_summary,
     thorough,
 )
-from gpu import SCHEDULES, Block
+from gpu import FORMATS, Block, schedules_of
 from layers import WAYS
 
 from dsmoe_op import dual_stream_moe, dual_stream_moe_unfinalized
@@ -47,12 +47,26 @@ def blocks(request: pytest.FixtureRequest) -> dict[torch.dtype, Block]:
     """One layer on the GPU for each dtype."""
     torch.manual_seed(request.config.option.seed)
     blocks = {dtype: Block(dtype) for dtype in (torch.bfloat16, torch.float16, torch.float32)}
+    _compile_once("dtypes", blocks.values())
+    return blocks
+
+
+@pytest.fixture(scope="session")
+def quantised_blocks(request: pytest.FixtureRequest) -> dict[str, Block]:
+    """The layers of `gpu.FORMATS` but the first."""
+    torch.manual_seed(request.config.option.seed)
+    blocks = {name: Block(formats=formats) for name, formats in FORMATS.items() if name != "16bit"}
+    _compile_once("formats", blocks.values())
+    return blocks
+
+
+def _compile_once(what: str, blocks: Iterable[Block]) -> None:
+    """The first process of pytest-xdist that comes here compiles all, while the others wait."""
     run = os.environ.get("PYTEST_XDIST_TESTRUNUID")
     if run:
-        with _first_of(run) as is_first:
+        with _first_of(f"{run}_{what}") as is_first:
             if is_first:
                 _compile(blocks)
-    return blocks
 
 
 @contextlib.contextmanager
@@ -64,18 +78,21 @@ def _first_of(run: str) -> Iterator[bool]:
         file.write("done")
 
 
-def _compile(blocks: dict[torch.dtype, Block]) -> None:
+def _compile(blocks: Iterable[Block]) -> None:
     """What these layers launch, with all cores, into Triton's cache on disk: else each process would compile it all."""
-    for block in blocks.values():
+    for block in blocks:
         for way in WAYS:
             x, args = block.inputs(3, way)
-            for schedule in SCHEDULES:
+            for schedule in schedules_of(block.formats):
                 dual_stream_moe(x, **args, schedule=schedule)
                 if block.dtype == torch.bfloat16:
                     dual_stream_moe_unfinalized(x, **args, schedule=schedule)
 
 
 @pytest.fixture
-def block(blocks: dict[torch.dtype, Block]) -> Block:
-    """The layer in bf16."""
-    return blocks[torch.bfloat16]
+def block(request: pytest.FixtureRequest) -> Block:
+    """The layer in bf16; a test may ask for one of `gpu.FORMATS`."""
+    name = getattr(request, "param", "16bit")
+    if name != "16bit":
+        return request.getfixturevalue("quantised_blocks")[name]
+    return request.getfixturevalue("blocks")[torch.bfloat16]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import random
 import weakref
 from collections.abc import Callable, Iterator
@@ -10,7 +11,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from layers import make_layer
+from layers import WAYS, make_layer, quantized
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -19,32 +20,96 @@ from dsmoe_op.cli import profiling
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
-# One shape for all tests, since each costs a dozen compiled kernels.
+# One shape for all tests of a kind of weights, since each costs a dozen compiled kernels.
 CONFIG = MoEConfig(top_k=4, routed_scaling_factor=2.5)
 SIZES = {"H": 256, "E": 16, "I": 128, "S": 384}
+QUANTISED_SIZES = {"H": 272, "E": 16, "I": 144, "S": 288}
+"""No multiples of 128, which is what a scale of fp8 stands for."""
 SCHEDULES = ("serial", "dual", "dual_shared_main", "fused")
-_DUAL = ("router", "choose_order", "experts", "gate", "shared_gemm1", "shared_gemm2", "finalize")
-LAUNCHES = {
-    "serial": ("router", "choose_order", "gate", "shared_gemm1", "shared_gemm2", "experts_finalize"),
-    "dual": _DUAL,
-    "dual_shared_main": (*_DUAL[3:-1], *_DUAL[:3], _DUAL[-1]),
-    "fused": ("router", "choose_order", "gate", "fused_experts_finalize"),
+Formats = tuple[str | None, str | None]
+"""Of the routed and the shared experts; None: not quantised."""
+FORMATS: dict[str, Formats] = {
+    "16bit": (None, None),
+    "fp8_block": ("fp8_block", "fp8_block"),
+    "int4+none": ("int4", None),
 }
-"""Of one such layer with few tokens, by schedule."""
-SHARED = {"gate", "shared_gemm1", "shared_gemm2"}
+"""Layers that differ in their launches and buffers: fp8 rows have some of their own, of hidden_states and of h."""
+
+
+def schedules_of(formats: Formats) -> tuple[str, ...]:
+    """fused takes one format."""
+    return SCHEDULES if formats[0] == formats[1] else SCHEDULES[:3]
+
+
+def every_call(
+    ways: tuple[str, ...] = WAYS, schedules: tuple[str, ...] = SCHEDULES, quantised: tuple[str, ...] | None = None
+) -> pytest.MarkDecorator:
+    """A test of `way`, `schedule` and `block`: in 16 bits each way in each schedule; quantised, which the routing does
+    not know, one way in each schedule, or in those of `quantised`."""
+    calls = [(way, schedule, "16bit") for way, schedule in itertools.product(ways, schedules)]
+    for name in list(FORMATS)[1:]:
+        some = [s for s in schedules_of(FORMATS[name]) if s in (schedules if quantised is None else quantised)]
+        calls += [("router_weight", schedule, name) for schedule in some]
+    return pytest.mark.parametrize(("way", "schedule", "block"), calls, indirect=["block"])
+
+
+in_any_format = pytest.mark.parametrize("block", FORMATS, indirect=True)
+
+_SHARED = ("gate", "shared_gemm1", "shared_gemm2")
+
+
+def _few(*ahead: str) -> dict[str, tuple[str, ...]]:
+    """By schedule, where one launch has all products of the routed experts."""
+    routing, finalize = (*ahead, "router", "choose_order"), "finalize"
+    return {
+        "serial": (*routing, *_SHARED, "experts_finalize"),
+        "dual": (*routing, "experts", *_SHARED, finalize),
+        "dual_shared_main": (*ahead, *_SHARED, "router", "choose_order", "experts", finalize),
+        "fused": (*routing, "gate", "fused_experts_finalize"),
+    }
+
+
+def _many(ahead: tuple[str, ...], products: tuple[str, ...], shared: tuple[str, ...]) -> dict[str, tuple[str, ...]]:
+    """The same where each product is a launch."""
+    routed = ("router", "choose_order", *products)
+    return {
+        "serial": (*ahead, *routed, *shared, "finalize"),
+        "dual": (*ahead, *routed, *shared, "finalize"),
+        "dual_shared_main": (*ahead, *shared, *routed, "finalize"),
+        "fused": (*ahead, "router", "choose_order", "gate", "fused_gemm1", "fused_gemm2", "finalize"),
+    }
+
+
+LAUNCHES = {
+    ("16bit", 7): _few(),
+    ("16bit", 130): _many((), ("gemm1", "gemm2"), _SHARED),
+    ("fp8_block", 7): _few("quantize"),
+    ("fp8_block", 130): _many(
+        ("quantize",), ("gemm1", "quantize_h", "gemm2"), (*_SHARED[:2], "quantize_shared_h", _SHARED[2])
+    ),
+    ("int4+none", 7): _few(),
+    ("int4+none", 130): _many((), ("gemm1", "gemm2"), _SHARED),
+}
+"""Of one such layer, by format and number of tokens, and then by schedule, in the order in which they are issued."""
+AHEAD = {"quantize"}
+"""Launches before the fork."""
+SHARED = {*_SHARED, "quantize_shared_h"}
 
 
 class Block:
     """The weights of one layer, with a gated shared expert and a correction bias."""
 
     def __init__(
-        self, dtype: torch.dtype = torch.bfloat16, device: str = "cuda", sizes: dict[str, int] = SIZES
-    ) -> None:
-        self.dtype, self.device, self.sizes = dtype, device, sizes
-        self.config = CONFIG
-        _, self.args = make_layer(
+        self, dtype: torch.dtype = torch.bfloat16, device: str = "cuda", sizes: dict[str, int] | None = None,
+        formats: Formats = (None, None),
+    ) -> None:  # fmt: skip
+        sizes = sizes or (SIZES if formats == (None, None) else QUANTISED_SIZES)
+        self.dtype, self.device, self.sizes, self.formats = dtype, device, sizes, formats
+        _, args = make_layer(
             1, config=CONFIG, dtype=dtype, device=device, shared_gate=True, correction_bias=True, **sizes
         )
+        self.args = quantized(args, *formats)
+        self.config = self.args["config"]
 
     def inputs(self, T: int, way: str = "router_weight") -> tuple[Tensor, dict[str, Any]]:
         """Fresh hidden_states, and the other arguments. No row's choice hangs on a rounding of its logits."""

@@ -2,8 +2,8 @@
 
     python sanitized_layers.py WHAT FILE [--compile] [--not-persistent]
 
-WHAT is "16bit", a format of quantised weights, or "control" for a kernel that is wrong. FILE gets JSON: how often each
-launch was issued, and the names of the kernels. With --compile all kernels are compiled first, side by side.
+WHAT is one of LAYERS, or "control" for a kernel that is wrong. FILE gets JSON: how often each launch was issued, and
+the names of the kernels. With --compile all kernels are compiled first, side by side.
 
 Inputs are made on the CPU, so that nearly all that runs on the GPU is this library's. Each of a call's buffers is an
 allocation of its own here, so that a step out of it is seen.
@@ -22,13 +22,14 @@ import pytest
 import torch
 import triton
 import triton.language as tl
-from gpu import CONFIG, Block, issuing
-from layers import error, quantized
+from gpu import CONFIG, FORMATS, QUANTISED_SIZES, Block, Formats, issuing, schedules_of
+from layers import error
 from torch import Tensor
 
 from dsmoe_op import cuda, dual_stream_moe, dual_stream_moe_unfinalized, finalize, formats, reference, tuning
 
-SIZES = {"H": 272, "E": 16, "I": 144, "S": 288}
+SIZES = QUANTISED_SIZES  # for 16 bits too: wider than a tile, and no multiple of one
+LAYERS: dict[str, Formats] = FORMATS | {name: (name, name) for name in formats.FORMATS}
 MOST_TOKENS = 1000
 LIMIT = 2e-2
 
@@ -37,12 +38,12 @@ def on_the_gpu(t: Any) -> Any:
     return t.cuda() if isinstance(t, Tensor) else t
 
 
-def tokens(format: str | None, persistent: bool) -> list[int]:
-    """The fewest tokens for each of the tiles that a layer can have, in that format up to MOST_TOKENS.
+def tokens(mix: Formats, persistent: bool) -> list[int]:
+    """The fewest tokens for each of the tiles that a layer can have, in these formats up to MOST_TOKENS.
 
     Without `persistent`, those whose results the copy engine stores are left out: initcheck does not see its writes.
     """
-    kind = tuning.layer_kind(torch.bfloat16, False, format, format)
+    kind = tuning.layer_kind(torch.bfloat16, False, *mix)
     shape = tuning.LayerShape(kind, *(SIZES[name] for name in "HIE"), CONFIG.top_k, SIZES["S"])
     first: dict[tuning.LayerTiles, int] = {}
     for T in range(1, MOST_TOKENS):
@@ -52,12 +53,13 @@ def tokens(format: str | None, persistent: bool) -> list[int]:
     return list(first.values())
 
 
-def calls(format: str | None, persistent: bool) -> Iterator[tuple[int, str, str]]:
+def calls(mix: Formats, persistent: bool) -> Iterator[tuple[int, str, str]]:
     """T, the way in and the schedule. The routing knows of no format and no schedule."""
-    for T in tokens(format, persistent):
-        for schedule in ("serial", "dual", "fused"):
-            yield T, "router_weight", schedule
-        if format is None:
+    for T in tokens(mix, persistent):
+        for schedule in schedules_of(mix):
+            if schedule != "dual_shared_main":  # the launches of dual
+                yield T, "router_weight", schedule
+        if mix == (None, None):
             yield T, "router_logits", "dual"
             yield T, "topk_ids", "dual"
 
@@ -73,14 +75,13 @@ def apart(kept: list[Tensor]) -> Callable[..., list[Any]]:
     return table
 
 
-def run(format: str | None, persistent: bool) -> None:
-    block = Block(device="cpu", sizes=SIZES)
+def run(mix: Formats, persistent: bool) -> None:
+    block = Block(device="cpu", sizes=SIZES, formats=mix)
     kept: list[Tensor] = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(cuda, "_table", apart(kept))
-        for T, way, schedule in calls(format, persistent):
+        for T, way, schedule in calls(mix, persistent):
             x, args = block.inputs(T, way)
-            args = quantized(args, format, format) if format else args
             want = reference.moe(x, **args)
             given = {name: on_the_gpu(t) for name, t in args.items()}
             outs = [dual_stream_moe(x.cuda(), **given, schedule=schedule)]
@@ -108,7 +109,7 @@ def run_control() -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("what", choices=["16bit", "control", *formats.FORMATS])
+    parser.add_argument("what", choices=["control", *LAYERS])
     parser.add_argument("file", type=pathlib.Path)
     parser.add_argument("--compile", action="store_true")
     parser.add_argument("--not-persistent", action="store_true")
@@ -130,7 +131,7 @@ def main() -> None:
         run_control()
     else:
         with issuing(count):
-            run(None if options.what == "16bit" else options.what, not options.not_persistent)
+            run(LAYERS[options.what], not options.not_persistent)
     options.file.write_text(json.dumps({"launches": launches, "kernels": sorted(kernels)}))
 
 

@@ -12,38 +12,39 @@ import pytest
 import torch
 from gpu import (
     CONFIG,
-    SCHEDULES,
     Boom,
     Captured,
     Differences,
     capture,
+    every_call,
+    in_any_format,
     launches_of,
     needs_gpu,
     raising_at,
 )
-from layers import WAYS, make_layer
+from layers import make_layer
 
 from dsmoe_op import dual_stream_moe, dual_stream_moe_unfinalized, finalize
 
 pytestmark = needs_gpu
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
-@pytest.mark.parametrize("way", WAYS)
+@every_call()
 def test_replays_with_new_contents_give_the_new_answer(block, counted, thorough, way, schedule) -> None:
     replays = 100 if thorough else 3
-    if schedule == "fused":  # its bits may differ from those of serial
-        x, args = block.inputs(33, way)
-        dual_stream_moe(x, **args, schedule="fused")
-        graph, out = capture(lambda: dual_stream_moe(x, **args, schedule="fused"))
-        for _ in range(replays):
-            x.copy_(block.inputs(33)[0])
-            graph.replay()
-            assert torch.equal(out, dual_stream_moe(x, **args, schedule="fused"))
-    else:
-        captured = Captured(block, 33, way=way, schedule=schedule)
-        assert all(captured.is_right() for _ in range(replays))
-    counted("replays with new contents", replays)
+    for T in (33, 130):  # 64 is the most whose experts are one launch
+        if schedule == "fused":  # its bits may differ from those of serial
+            x, args = block.inputs(T, way)
+            dual_stream_moe(x, **args, schedule="fused")
+            graph, out = capture(lambda x=x, args=args: dual_stream_moe(x, **args, schedule="fused"))
+            for _ in range(replays):
+                x.copy_(block.inputs(T)[0])
+                graph.replay()
+                assert torch.equal(out, dual_stream_moe(x, **args, schedule="fused"))
+        else:
+            captured = Captured(block, T, way=way, schedule=schedule)
+            assert all(captured.is_right() for _ in range(replays))
+        counted("replays with new contents", replays)
 
 
 @pytest.mark.parametrize("priority", [0, -1])
@@ -63,6 +64,7 @@ def test_every_capture_mode_works(block, mode) -> None:
     assert Captured(block, 7, capture_error_mode=mode).is_right()
 
 
+@in_any_format
 def test_two_graphs_live_side_by_side(block, counted, thorough) -> None:
     graphs, replays = [Captured(block, 7), Captured(block, 7)], 200 if thorough else 6
     for _ in range(replays):
@@ -77,6 +79,7 @@ def test_a_second_capture_after_the_first_graph_is_gone(block) -> None:
         captured.graph.reset()
 
 
+@in_any_format
 def test_three_sizes_share_a_pool(block) -> None:
     pool = torch.cuda.graph_pool_handle()
     graphs = [Captured(block, T, pool=pool) for T in (130, 64, 7)]
@@ -99,6 +102,7 @@ def test_caller_streams_first_seen_in_a_capture_have_side_streams(block) -> None
         assert torch.equal(out, want)
 
 
+@in_any_format
 def test_the_two_halves_of_a_layer_may_be_captured_apart(block) -> None:
     x, args, want = block.out(33)
     finalize(dual_stream_moe_unfinalized(x, **args), config=args["config"])
@@ -134,10 +138,9 @@ def test_after_one_eager_call_no_size_compiles_or_loads_a_kernel() -> None:
         assert torch.equal(out, dual_stream_moe(x, **args, schedule="serial"))  # which may load kernels of its own
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
-@pytest.mark.parametrize("way", WAYS)
-def test_an_exception_at_any_launch_leaves_the_capture_usable(block, counted, thorough, way, schedule) -> None:
-    for T in (7, 130) if thorough else (7,):  # 64 is the most whose experts are one launch
+@every_call()
+def test_an_exception_at_any_launch_leaves_the_capture_usable(block, counted, way, schedule) -> None:
+    for T in (7, 130):  # 64 is the most whose experts are one launch
         x, args, want = block.out(T, way)
         if schedule == "fused":  # its bits may differ from those of serial
             want = dual_stream_moe(x, **args, schedule=schedule)
@@ -155,10 +158,10 @@ def test_an_exception_at_any_launch_leaves_the_capture_usable(block, counted, th
         counted("captures that go on after an exception at a launch", 2 * len(names))
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
-def test_a_capture_that_an_exception_ends_leaves_the_next_ones_fine(block, counted, schedule) -> None:
+@every_call(ways=("router_weight",))
+def test_a_capture_that_an_exception_ends_leaves_the_next_ones_fine(block, counted, way, schedule) -> None:
     for T in (7, 130):
-        x, args = block.inputs(T)
+        x, args = block.inputs(T, way)
         want = dual_stream_moe(x, **args, schedule=schedule)
         names = launches_of(lambda x=x, args=args: dual_stream_moe(x, **args, schedule=schedule))
         for name in names:
@@ -171,6 +174,7 @@ def test_a_capture_that_an_exception_ends_leaves_the_next_ones_fine(block, count
         counted("captures that an exception at a launch ended", len(names))
 
 
+@in_any_format
 def test_eager_calls_of_any_size_between_replays_change_nothing(block, counted, thorough) -> None:
     captured = Captured(block, 33)
     more = [int(2 ** random.uniform(0, 14)) for _ in range(200)] if thorough else []
@@ -182,6 +186,7 @@ def test_eager_calls_of_any_size_between_replays_change_nothing(block, counted, 
 
 
 @pytest.mark.parametrize("schedule", ["dual", "dual_shared_main"])
+@in_any_format
 def test_a_capture_in_one_thread_leaves_an_eager_one_in_another_alone(block, counted, thorough, schedule) -> None:
     x, args, want = block.out(33)
     dual_stream_moe(x, **args, schedule=schedule)

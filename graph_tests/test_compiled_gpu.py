@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from gpu import Block, Differences, delays, nap, needs_gpu, profiled
+from gpu import FORMATS, Block, Differences, delays, in_any_format, nap, needs_gpu, profiled
 from torch import Tensor
 
 from dsmoe_op import dual_stream_moe
@@ -65,7 +65,11 @@ def inputs(block: Block, T: int) -> Tensor:
     return block.inputs(T)[0] * 2
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(
+    ("mode", "block"),
+    [*((mode, "16bit") for mode in MODES), *(("reduce-overhead", name) for name in list(FORMATS)[1:])],
+    indirect=["block"],
+)
 def test_results_have_the_bits_of_eager_and_run_on_two_streams(block, counted, thorough, mode) -> None:
     compiled = torch.compile(Model(block), dynamic=False, **MODES[mode])
     calls = 300 if thorough else 4
@@ -81,6 +85,7 @@ def test_results_have_the_bits_of_eager_and_run_on_two_streams(block, counted, t
     counted(f"calls under torch.compile, {mode}", calls)
 
 
+@in_any_format
 def test_cudagraph_trees_do_not_complain(block) -> None:
     from torch._dynamo.utils import counters
 
@@ -95,7 +100,11 @@ def test_cudagraph_trees_do_not_complain(block) -> None:
     assert not counters["graph_break"]
 
 
-@pytest.mark.parametrize("mode", ["default", "reduce-overhead"])
+@pytest.mark.parametrize(
+    ("mode", "block"),
+    [("default", "16bit"), *(("reduce-overhead", name) for name in FORMATS)],
+    indirect=["block"],
+)
 def test_a_late_producer_and_an_early_consumer_change_nothing(block, counted, thorough, mode) -> None:
     compiled, calls = torch.compile(Model(block, late=True), dynamic=True, **MODES[mode]), 100 if thorough else 3
     with torch.no_grad():

@@ -9,8 +9,19 @@ from typing import Any
 
 import pytest
 import torch
-from gpu import SCHEDULES, Allocations, Block, Boom, capture, delays, launches_of, needs_gpu, raising_at
-from layers import WAYS, moe_args
+from gpu import (
+    Allocations,
+    Block,
+    Boom,
+    capture,
+    delays,
+    every_call,
+    in_any_format,
+    launches_of,
+    needs_gpu,
+    raising_at,
+)
+from layers import moe_args
 from torch import Tensor
 
 from dsmoe_op import checks, dual_stream_moe, dual_stream_moe_unfinalized, ops
@@ -18,8 +29,7 @@ from dsmoe_op import checks, dual_stream_moe, dual_stream_moe_unfinalized, ops
 pytestmark = needs_gpu
 
 ENTRIES = {dual_stream_moe: ops._moe, dual_stream_moe_unfinalized: ops._moe_unfinalized}
-ANY_SCHEDULE = pytest.mark.parametrize("schedule", SCHEDULES)
-ANY_WAY = pytest.mark.parametrize("way", WAYS)
+ANY_CALL = every_call(quantised=("dual", "fused"))
 ANY_SIZE = pytest.mark.parametrize("T", [33, 130])
 """The experts are one launch, and several."""
 
@@ -71,8 +81,7 @@ class Call:
 @pytest.mark.parametrize("is_first_call", [True, False])
 @pytest.mark.parametrize("entry", ENTRIES)
 @ANY_SIZE
-@ANY_SCHEDULE
-@ANY_WAY
+@ANY_CALL
 def test_an_exception_at_any_launch_leaves_the_next_call_and_capture_fine(
     block, counted, thorough, monkeypatch, way, schedule, T, entry, is_first_call
 ) -> None:
@@ -89,8 +98,7 @@ def test_an_exception_at_any_launch_leaves_the_next_call_and_capture_fine(
 @pytest.mark.parametrize("is_first_call", [True, False])
 @pytest.mark.parametrize("entry", ENTRIES)
 @ANY_SIZE
-@ANY_SCHEDULE
-@ANY_WAY
+@ANY_CALL
 def test_a_failed_allocation_leaves_the_next_call_and_capture_fine(
     block, counted, thorough, monkeypatch, way, schedule, T, entry, is_first_call
 ) -> None:
@@ -114,6 +122,7 @@ def test_a_failed_allocation_leaves_the_next_call_and_capture_fine(
 
 
 @pytest.mark.parametrize("entry", ENTRIES)
+@in_any_format
 def test_a_call_that_memory_does_not_suffice_for_is_a_clean_error(block, counted, entry) -> None:
     """PyTorch's own limit, raised until the call fits: it fails at the output first, then at the workspace."""
     call = Call(block, 16384, "router_weight", "dual", entry)

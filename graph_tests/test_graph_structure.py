@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import itertools
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
-from gpu import LAUNCHES, SHARED, needs_gpu
+from gpu import AHEAD, LAUNCHES, SHARED, Block, needs_gpu
 
 from dsmoe_op import dual_stream_moe
 from dsmoe_op.testing import Graph, captured_graph
@@ -17,14 +17,22 @@ pytestmark = needs_gpu
 LAYERS = 64
 
 
-def graph_of(x: torch.Tensor, args: dict[str, Any], *, layers: int, schedule: str) -> Graph:
-    def call() -> None:
-        y = x
+class Call(NamedTuple):
+    """One layer's call, and its launches by schedule."""
+
+    x: torch.Tensor
+    args: dict[str, Any]
+    launches: dict[str, tuple[str, ...]]
+
+
+def graph_of(call: Call, *, layers: int, schedule: str) -> Graph:
+    def run() -> None:
+        y = call.x
         for _ in range(layers):
-            y = dual_stream_moe(y, **args, schedule=schedule)
+            y = dual_stream_moe(y, **call.args, schedule=schedule)
 
     pytest.importorskip("cuda.bindings.driver")
-    graph = captured_graph(call)
+    graph = captured_graph(run)
     assert {node.kind for node in graph.nodes} == {"kernel"}
     return graph
 
@@ -34,24 +42,32 @@ def functions(graph: Graph) -> list[int]:
     return [node.function for node in graph.nodes]
 
 
-@pytest.fixture(scope="module")
-def call(blocks) -> tuple[torch.Tensor, dict[str, Any]]:
-    x, args = blocks[torch.bfloat16].inputs(7)
+@pytest.fixture(scope="module", params=LAUNCHES, ids=lambda param: f"{param[0]}-{param[1]}")
+def call(request) -> Call:
+    """Few tokens and many, in each format."""
+    name, T = request.param
+    block: Block = (
+        request.getfixturevalue("blocks")[torch.bfloat16]
+        if name == "16bit"
+        else request.getfixturevalue("quantised_blocks")[name]
+    )
+    x, args = block.inputs(T)
     for schedule in ("serial", "dual"):
         dual_stream_moe(x, **args, schedule=schedule)
-    return x, args
+    return Call(x, args, LAUNCHES[request.param])
 
 
 @pytest.fixture(scope="module")
 def names(call) -> dict[int, str]:
     """Which launch a kernel is: one layer on one stream issues them in the order that is known."""
-    kernels = functions(graph_of(*call, layers=1, schedule="serial"))
-    assert len(kernels) == len(LAUNCHES["serial"])
-    assert len(set(kernels)) == len(LAUNCHES["serial"])
-    found = dict(zip(kernels, LAUNCHES["serial"], strict=True))
-    # On two streams the experts' launch is another binary, and one after it ends the layer.
-    others = [kernel for kernel in functions(graph_of(*call, layers=1, schedule="dual")) if kernel not in found]
-    return found | dict(zip(others, ("experts", "finalize"), strict=True))
+    serial = call.launches["serial"]
+    kernels = functions(graph_of(call, layers=1, schedule="serial"))
+    assert len(kernels) == len(serial)
+    assert len(set(kernels)) == len(serial)
+    found = dict(zip(kernels, serial, strict=True))
+    # Of few tokens, the experts' launch is another binary on two streams, and one after it ends the layer.
+    others = [kernel for kernel in functions(graph_of(call, layers=1, schedule="dual")) if kernel not in found]
+    return found | dict(zip(others, [name for name in call.launches["dual"] if name not in serial], strict=True))
 
 
 def layers_of(graph: Graph, names: dict[int, str]) -> list[dict[str, int]]:
@@ -66,47 +82,56 @@ def layers_of(graph: Graph, names: dict[int, str]) -> list[dict[str, int]]:
 
 
 @pytest.fixture(scope="module")
-def dual(call, names) -> tuple[Graph, list[dict[str, int]]]:
-    graph = graph_of(*call, layers=LAYERS, schedule="dual")
-    return graph, layers_of(graph, names)
+def dual(call, names) -> tuple[Graph, list[dict[str, int]], set[str]]:
+    """Of many layers: the graph, the nodes of each layer by launch, and the names of the launches."""
+    graph = graph_of(call, layers=LAYERS, schedule="dual")
+    return graph, layers_of(graph, names), set(call.launches["dual"])
 
 
 def test_a_graph_holds_the_launches_of_its_layers_and_nothing_else(dual, counted) -> None:
-    graph, layers = dual
+    graph, layers, launches = dual
     counted("nodes of captured graphs held against the schedule", len(graph.nodes))
-    assert len(graph.nodes) == LAYERS * len(LAUNCHES["dual"])
-    assert all(layer.keys() == set(LAUNCHES["dual"]) for layer in layers)
+    assert len(graph.nodes) == LAYERS * len(launches)
+    assert all(layer.keys() == launches for layer in layers)
 
 
 def test_routed_and_shared_kernels_of_a_layer_wait_for_nothing_of_each_other(dual) -> None:
-    graph, layers = dual
-    routed = set(LAUNCHES["dual"]) - SHARED - {"finalize"}
+    graph, layers, launches = dual
+    shared = launches & SHARED
+    routed = launches - SHARED - AHEAD - {"finalize"}
     for layer in layers:
-        for a, b in itertools.product(routed, SHARED):
+        for a, b in itertools.product(routed, shared):
             assert not graph.ordered(layer[a], layer[b]), (a, b)
 
 
-def test_finalize_waits_for_every_kernel_of_its_layer(dual) -> None:
-    graph, layers = dual
+def test_every_kernel_waits_for_what_comes_before_the_fork(dual) -> None:
+    graph, layers, launches = dual
     for layer in layers:
-        for name in set(LAUNCHES["dual"]) - {"finalize"}:
+        for first, name in itertools.product(launches & AHEAD, launches - AHEAD):
+            assert graph.before[layer[name]] >> layer[first] & 1, (first, name)
+
+
+def test_finalize_waits_for_every_kernel_of_its_layer(dual) -> None:
+    graph, layers, launches = dual
+    for layer in layers:
+        for name in launches - {"finalize"}:
             assert graph.before[layer["finalize"]] >> layer[name] & 1
 
 
 def test_every_kernel_waits_for_the_layer_before(dual) -> None:
-    graph, layers = dual
+    graph, layers, _ = dual
     for before, layer in itertools.pairwise(layers):
         for node in layer.values():
             assert graph.before[node] >> before["finalize"] & 1
 
 
 def test_each_branch_is_one_lane(dual) -> None:
-    graph, layers = dual
+    graph, layers, launches = dual
     for layer in layers:
-        for lane in (SHARED, set(LAUNCHES["dual"]) - SHARED):
+        for lane in (launches & SHARED, launches - SHARED):
             assert all(graph.ordered(layer[a], layer[b]) for a, b in itertools.combinations(lane, 2))
 
 
 def test_the_control_serial_has_one_lane(call) -> None:
-    graph = graph_of(*call, layers=3, schedule="serial")
+    graph = graph_of(call, layers=3, schedule="serial")
     assert all(graph.ordered(a, b) for a, b in itertools.combinations(range(len(graph.nodes)), 2))

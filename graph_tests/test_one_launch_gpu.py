@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from gpu import SCHEDULES, Block, capture, delays, nap, needs_gpu, with_tiles
+from gpu import FORMATS, SCHEDULES, Block, capture, delays, every_call, nap, needs_gpu, schedules_of, with_tiles
 from layers import WAYS, error, make_layer, quantized
 from torch import Tensor
 
@@ -40,18 +40,28 @@ def test_what_these_tests_compare_are_different_launches(block: Block) -> None:
             assert any("_experts" in name for name in names_of(lambda: dual_stream_moe(x, **args))) == expected
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("schedule", SCHEDULES)
-@pytest.mark.parametrize("way", WAYS)
-def test_a_call_has_the_bits_of_the_launches_one_by_one(blocks, dtype, way, schedule) -> None:
+def check_calls(block: Block, way: str, schedule: str) -> None:
     for T in TOKENS:
-        x, args = blocks[dtype].inputs(T, way)
+        x, args = block.inputs(T, way)
         with one_by_one():
             want = dual_stream_moe(x, **args, schedule=schedule)
         assert torch.equal(dual_stream_moe(x, **args, schedule=schedule), want), T
         pieces = dual_stream_moe_unfinalized(x, **args, schedule=schedule)
         assert not pieces.y[int(pieces.row_of.max()) + 1 :].any()
         assert torch.equal(finalize(pieces, config=args["config"]), want), T
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("way", WAYS)
+def test_a_call_has_the_bits_of_the_launches_one_by_one(blocks, dtype, way, schedule) -> None:
+    check_calls(blocks[dtype], way, schedule)
+
+
+@pytest.mark.parametrize("name", list(FORMATS)[1:])
+def test_a_call_of_a_quantised_layer_has_them_too(quantised_blocks, name) -> None:
+    for schedule in schedules_of(FORMATS[name]):
+        check_calls(quantised_blocks[name], "router_weight", schedule)
 
 
 WIDE = {"H": 2048, "E": 64, "I": 320, "S": 640}
@@ -76,10 +86,10 @@ def _is_float(value: object) -> bool:
     return isinstance(value, Tensor) and value.is_floating_point()
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
-def test_replays_under_random_delays_have_those_bits(block, schedule) -> None:
+@every_call(ways=("router_weight",))
+def test_replays_under_random_delays_have_those_bits(block, way, schedule) -> None:
     for T in TOKENS:
-        source, args = block.inputs(T)
+        source, args = block.inputs(T, way)
         x = source.clone()
         dual_stream_moe(x, **args, schedule=schedule)
         with delays():

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from gpu import SCHEDULES, SIZES, Block, capture, nap, needs_gpu, with_tiles
+from gpu import SCHEDULES, Block, capture, every_call, in_any_format, nap, needs_gpu, schedules_of, with_tiles
 from layers import WAYS
 from torch import Tensor
 
@@ -25,7 +25,8 @@ def _overlap(block: Block) -> None:
     if torch.cuda.get_device_capability() < (9, 0):
         pytest.skip("needs a GPU of sm_90, where launches overlap")
     for T in TOKENS:
-        shape = tuning.LayerShape("16bit", **SIZES, K=block.config.top_k)
+        kind = tuning.layer_kind(block.dtype, False, *block.formats)
+        shape = tuning.LayerShape(kind, **block.sizes, K=block.config.top_k)
         assert tuning.layer_choice(shape, T, tuning.tables_of(None, torch.cuda.get_device_name())).tiles.overlaps
 
 
@@ -55,6 +56,7 @@ def busy_gpu() -> Iterator[Callable[[], None]]:
 Job = tuple[Tensor, dict[str, Any], str, Tensor]
 
 
+@in_any_format
 def test_launches_overlap_but_where_these_tests_say_no(block) -> None:
     """What the others compare are launches of both kinds."""
     x, args = block.inputs(2)
@@ -81,7 +83,7 @@ def jobs(block: Block, count: int) -> list[Job]:
     found = []
     for _ in range(count):
         x, args = block.inputs(random.choice(TOKENS), random.choice(WAYS))
-        schedule = random.choice(SCHEDULES)
+        schedule = random.choice(schedules_of(block.formats))
         with one_after_another():
             found.append((x, args, schedule, dual_stream_moe(x, **args, schedule=schedule)))
     torch.cuda.synchronize()
@@ -89,6 +91,7 @@ def jobs(block: Block, count: int) -> list[Job]:
 
 
 @pytest.mark.parametrize("naps", [False, True])
+@in_any_format
 def test_calls_in_a_row_on_a_busy_gpu_have_the_bits_of_launches_one_after_another(block, naps) -> None:
     calls = jobs(block, 200)
     with busy_gpu() as more:
@@ -102,6 +105,7 @@ def test_calls_in_a_row_on_a_busy_gpu_have_the_bits_of_launches_one_after_anothe
     assert wrong == []
 
 
+@in_any_format
 def test_inputs_that_arrive_late_and_go_early_do_not_matter(block) -> None:
     """The first launch waits for what comes before the call, and what comes after it for the last one."""
     calls = jobs(block, 100)
@@ -134,8 +138,7 @@ def test_unfinalized_calls_have_those_bits_too(block, schedule) -> None:
             assert torch.equal(finalize(pieces, config=args["config"]), finalize(want, config=args["config"]))
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
-@pytest.mark.parametrize("way", WAYS)
+@every_call()
 def test_replays_of_layers_in_a_row_have_those_bits_too(block, schedule, way) -> None:
     def layers() -> Tensor:
         # Two at a time: a layer is about quadratic in its input, so a longer row of them ends in zeros or in NaN.

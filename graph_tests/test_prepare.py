@@ -100,7 +100,8 @@ def test_one_call_of_any_size_prepares_all_sizes(recorder, dtype, way, schedule,
 
 
 @pytest.mark.parametrize(
-    "formats", [("fp8_block", "fp8_block"), ("fp8_channel", None), (None, "fp8_block"), ("int4", "mxfp4")]
+    "formats",
+    [("fp8_block", "fp8_block"), ("fp8_channel", None), (None, "fp8_block"), ("int4", "mxfp4"), ("int4", None)],
 )
 @pytest.mark.parametrize("schedule", ["dual", "fused"])
 def test_one_call_of_a_quantised_layer_prepares_all_sizes(recorder, schedule, formats) -> None:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from gpu import CONFIG, capture, needs_gpu
-from layers import make_layer
+from gpu import CONFIG, FORMATS, capture, needs_gpu
+from layers import make_layer, quantized
 
 from dsmoe_op import dual_stream_moe, prepare, streams
 
@@ -13,22 +13,28 @@ pytestmark = needs_gpu
 
 
 @pytest.mark.parametrize(
-    ("schedule", "way", "E"),
+    ("schedule", "way", "E", "name"),
     [
-        ("serial", "router_weight", 20),
-        ("dual", "router_weight", 24),
-        ("dual", "topk_ids", 40),
-        ("dual_shared_main", "router_logits", 28),
-        ("fused", "topk_ids", 36),
+        ("serial", "router_weight", 20, "16bit"),
+        ("dual", "router_weight", 24, "16bit"),
+        ("dual", "topk_ids", 40, "16bit"),
+        ("dual_shared_main", "router_logits", 28, "16bit"),
+        ("fused", "topk_ids", 36, "16bit"),
+        ("dual", "router_weight", 44, "fp8_block"),
+        ("dual", "router_weight", 52, "int4+none"),
     ],
 )
-def test_calls_and_captures_of_any_size_compile_and_load_nothing_after_prepare(monkeypatch, schedule, way, E) -> None:
+def test_calls_and_captures_of_any_size_compile_and_load_nothing_after_prepare(
+    monkeypatch, schedule, way, E, name
+) -> None:
     from triton import knobs
 
     def layer(T: int) -> tuple[torch.Tensor, dict]:
         # A number of experts that no other test has, so that nothing is compiled yet.
         sizes = {"H": 128, "E": E, "I": 64, "S": 128}
-        return make_layer(T, way=way, config=CONFIG, dtype=torch.bfloat16, device="cuda", shared_gate=True, **sizes)
+        options = {"config": CONFIG, "dtype": torch.bfloat16, "device": "cuda", "shared_gate": True}
+        x, args = make_layer(T, way=way, **options, **sizes)
+        return x, quantized(args, *FORMATS[name])
 
     loaded: list[object] = []
     launched: list[object] = []

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 import torch.utils.deterministic
-from gpu import SCHEDULES, Differences, capture, delays, nap, needs_gpu
-from layers import WAYS, tensors_of
+from gpu import Differences, capture, delays, every_call, in_any_format, nap, needs_gpu
+from layers import same, tensors_of
 from torch import Tensor
 
 from dsmoe_op import dual_stream_moe, dual_stream_moe_unfinalized, finalize, streams
@@ -30,14 +30,13 @@ def late_producer_early_consumer(source: Tensor, args: dict[str, Any], schedule:
     out = dual_stream_moe(x, **args, schedule=schedule)
     x.fill_(float("nan"))
     for rows in (source.shape[0], source.shape[0] * args["config"].top_k):
-        for width in (*args["w2"].shape[1:], args["shared_w2"].shape[1]):
+        for width in (args["w2"].shape[1], args["w13"].shape[1] // 2, args["shared_w13"].shape[0] // 2):
             torch.full((rows, width), float("nan"), dtype=source.dtype, device=source.device)
     nap()
     return out.clone()
 
 
-@pytest.mark.parametrize("schedule", TWO_STREAMS)
-@pytest.mark.parametrize("way", WAYS)
+@every_call(schedules=TWO_STREAMS)
 def test_eager_calls_do_not_depend_on_timing(block, counted, thorough, way, schedule) -> None:
     rounds, calls = (10, 100) if thorough else (4, 10)
     wrong = Differences()
@@ -51,6 +50,7 @@ def test_eager_calls_do_not_depend_on_timing(block, counted, thorough, way, sche
 
 
 @pytest.mark.parametrize("schedule", TWO_STREAMS)
+@in_any_format
 def test_replays_do_not_depend_on_timing(block, counted, thorough, schedule) -> None:
     captures, replays = (1000, 2) if thorough else (15, 2)
     wrong, jobs = Differences(), {}
@@ -70,31 +70,36 @@ def test_replays_do_not_depend_on_timing(block, counted, thorough, schedule) -> 
     counted("replays of these captures", captures * replays)
 
 
+@in_any_format
 def test_layers_in_a_row_do_not_depend_on_timing(block, counted, thorough) -> None:
-    x, args = block.inputs(33)
+    rounds = 75 if thorough else 3
+    for T in (33, 130):
+        x, args = block.inputs(T)
 
-    def layers(schedule: str) -> Tensor:
-        y = x
-        for _ in range(8):
-            y = dual_stream_moe(y, **args, schedule=schedule)
-        return y
+        def layers(schedule: str, x: Tensor = x, args: dict[str, Any] = args) -> Tensor:
+            y = x
+            for _ in range(8):
+                y = dual_stream_moe(y, **args, schedule=schedule)
+            return y
 
-    want, rounds = layers("serial"), 150 if thorough else 5
-    for _ in range(rounds):
-        with delays():
-            assert torch.equal(layers("dual"), want)
-    counted(f"layers in a row {NAPS}", 8 * rounds)
+        want = layers("serial")
+        for _ in range(rounds):
+            with delays():
+                assert torch.equal(layers("dual"), want)
+        counted(f"layers in a row {NAPS}", 8 * rounds)
 
 
+@in_any_format
 def test_a_finalize_that_is_called_later_does_not_depend_on_timing(block, counted, thorough) -> None:
-    x, args, want = block.out(33)
-    rounds = 500 if thorough else 5
-    for schedule in TWO_STREAMS * rounds:
-        with delays():
-            pieces = dual_stream_moe_unfinalized(x, **args, schedule=schedule)
-            nap()
-            assert torch.equal(finalize(pieces, config=args["config"]), want)
-    counted(f"unfinalized calls {NAPS}", 2 * rounds)
+    rounds = 250 if thorough else 3
+    for T in (33, 130):
+        x, args, want = block.out(T)
+        for schedule in TWO_STREAMS * rounds:
+            with delays():
+                pieces = dual_stream_moe_unfinalized(x, **args, schedule=schedule)
+                nap()
+                assert torch.equal(finalize(pieces, config=args["config"]), want)
+        counted(f"unfinalized calls {NAPS}", 2 * rounds)
 
 
 def test_a_thread_that_has_used_no_cuda_yet_can_make_side_streams() -> None:
@@ -107,6 +112,7 @@ def test_a_thread_that_has_used_no_cuda_yet_can_make_side_streams() -> None:
 
 
 @pytest.mark.parametrize("own_streams", [True, False])
+@in_any_format
 def test_threads_do_not_disturb_each_other(block, counted, thorough, own_streams) -> None:
     jobs, calls = [block.out(T) for T in (7, 33, 65, 130)], 500 if thorough else 30
     torch.cuda.synchronize()
@@ -125,6 +131,7 @@ def test_threads_do_not_disturb_each_other(block, counted, thorough, own_streams
     counted(f"eager calls of {len(jobs)} threads at once {where}", calls * len(jobs))
 
 
+@in_any_format
 def test_eager_calls_and_replays_at_once_do_not_disturb_each_other(block, counted, thorough) -> None:
     """Two threads replay a graph each while two others call the layer, all on streams of their own."""
     jobs, calls = [block.out(T) for T in (33, 65, 7, 130)], 1000 if thorough else 30
@@ -165,6 +172,7 @@ def test_eager_calls_and_replays_at_once_do_not_disturb_each_other(block, counte
     counted("replays during eager calls", sum(replays for _, replays in found))
 
 
+@in_any_format
 def test_two_graphs_replay_at_once_on_two_streams(block, counted, thorough) -> None:
     rounds, jobs = 5000 if thorough else 20, [block.out(T) for T in (33, 65)]
     with delays():
@@ -189,8 +197,7 @@ def test_two_graphs_replay_at_once_on_two_streams(block, counted, thorough) -> N
     counted("replays of two graphs at once on two streams", 2 * rounds)
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
-@pytest.mark.parametrize("way", WAYS)
+@every_call()
 def test_what_lies_in_fresh_memory_does_not_matter(block, request, counted, thorough, way, schedule) -> None:
     tokens = [1, 7, 33, 65, 130, 300, *random.choices(range(1, 2000), k=60)] if thorough else [33, 130]
     jobs = []
@@ -209,8 +216,7 @@ def test_what_lies_in_fresh_memory_does_not_matter(block, request, counted, thor
     counted("calls and replays with NaN in all memory that they take", 3 * len(jobs))
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
-@pytest.mark.parametrize("way", WAYS)
+@every_call()
 def test_no_input_is_written_moved_or_resized(block, way, schedule) -> None:
     x, args = block.inputs(33, way)
     tensors = tensors_of(x, args)
@@ -219,5 +225,5 @@ def test_no_input_is_written_moved_or_resized(block, way, schedule) -> None:
     dual_stream_moe_unfinalized(x, **args, schedule=schedule)
     for name, tensor in tensors.items():
         clone, *rest = before[name]
-        assert torch.equal(tensor, clone), name
+        assert same(tensor, clone), name
         assert rest == [tensor.data_ptr(), tensor.shape, tensor.stride(), tensor._version], name

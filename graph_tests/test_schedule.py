@@ -17,8 +17,9 @@ from gpu import Boom
 
 from dsmoe_op import MoEConfig, streams
 from dsmoe_op.formats import FORMATS, SUFFIXES
-from dsmoe_op.schedule import FORK, JOIN, Launch, Step, Wait, coded_h, coded_rows, execute, plan, resolve
+from dsmoe_op.schedule import FORK, JOIN, OPTIONAL, Launch, Step, Wait, coded_h, coded_rows, execute, plan, resolve
 from dsmoe_op.testing import check_schedule
+from dsmoe_op.tuning.tile import ONE_LAUNCH_TOKENS
 
 ALWAYS = ("hidden_states", "w13", "w2")
 WAYS = {
@@ -272,10 +273,17 @@ def test_finalize_of_two_streams_is_an_ordinary_launch() -> None:
 
 
 def test_the_layer_of_the_gpu_tests_has_the_launches_that_they_name() -> None:
-    present = frozenset((*WAYS["router_weight"], *SHARED, "shared_gate")) - {"router_bias"}
-    for schedule, names in gpu.LAUNCHES.items():
-        steps = plan(schedule, present, zero_experts=False, finalized=True, one_launch=True)
-        assert tuple(s.name for s in launches(steps)) == names
+    for (name, T), by_schedule in gpu.LAUNCHES.items():
+        block = gpu.Block(device="cpu", formats=gpu.FORMATS[name])
+        _, args = block.inputs(1)
+        present, few = frozenset(args) & OPTIONAL, T <= ONE_LAUNCH_TOKENS
+        rows, h = (frozenset(coded(block.config, has_shared=True)) for coded in (coded_rows, coded_h))
+        for resolved in gpu.schedules_of(block.formats):
+            steps = plan(
+                resolved, present, zero_experts=False, finalized=True, one_launch=few, coded_rows=rows,
+                coded_h=frozenset() if few else h,
+            )  # fmt: skip
+            assert tuple(s.name for s in launches(steps)) == by_schedule[resolved], (name, T, resolved)
 
 
 def test_a_launch_that_reads_a_weight_reads_all_its_tensors_and_no_other_launch_reads_one(counted) -> None:
