@@ -208,13 +208,22 @@ class Layer:
         self.ends(warmup)
 
 
-def stack_bytes(kernel: Any, folder) -> int:
-    """Local memory of a thread, in bytes: where spilled registers go."""
+def _usage(kernel: Any, folder) -> str:
     cubin = folder / "kernel.cubin"
     cubin.write_bytes(kernel.asm["cubin"])
     command = [triton.knobs.nvidia.cuobjdump.path, "-res-usage", str(cubin)]
-    usage = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    return sum(int(n) for n in re.findall(r"(?:STACK|LOCAL):(\d+)", usage))
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+
+def stack_bytes(kernel: Any, folder) -> int:
+    """Local memory of a thread, in bytes: where spilled registers go."""
+    return sum(int(n) for n in re.findall(r"(?:STACK|LOCAL):(\d+)", _usage(kernel, folder)))
+
+
+def registers(kernel: Any, folder) -> int:
+    """Of a thread."""
+    (found,) = re.findall(r"REG:(\d+)", _usage(kernel, folder))
+    return int(found)
 
 
 def instructions(kernel: Any, folder) -> list[tuple[int, str]]:

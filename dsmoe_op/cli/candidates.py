@@ -136,6 +136,8 @@ _FEW_TOKENS, _FEW = 64, 32
 _AT_ONCE = 264
 """Programs of few tokens' GEMM 1, two on each multiprocessor, from which on more would only wait for one another."""
 _MOST_SPLITS = 4
+_SMALL = Tile(64, 64, 64, 4, 3, tma=True)
+"""The shared expert's GEMM 1 of many tokens, in 74 KB of shared memory."""
 OVERLAPPING_UP_TO = 16
 """Tokens up to which a layer whose launches overlap is a candidate."""
 
@@ -184,7 +186,7 @@ def schedules(shape: Shape) -> tuple[str, ...]:
 
 
 def choices(shape: Shape, T: int, best: LayerTiles) -> tuple[Choice, ...]:
-    """Layers to time: the heuristic's, and the best tiles, or pairs for one launch, in each schedule."""
+    """Layers to time: the heuristic's, and the best tiles, or such as do together, in each schedule."""
     kind = layer_shape(shape).kind
     one_launch = tuning.one_launch(kind, T, best.gemm1, best.gemm2)
     together = _TOGETHER[product_kind(kind, "gemm1")] if one_launch else ()
@@ -198,7 +200,23 @@ def choices(shape: Shape, T: int, best: LayerTiles) -> tuple[Choice, ...]:
         for schedule in schedules(shape)
         for o in overlaps
     ]
+    if shape.S and kind == "16bit" and T > _FEW_TOKENS:
+        found += [Choice(tiles, name) for tiles in _beside(best) for name in ("dual", "dual_shared_main")]
     return tuple(dict.fromkeys((heuristic(shape, T), *found)))
+
+
+def _beside(best: LayerTiles) -> Iterator[LayerTiles]:
+    """Tiles that leave each other room: a program of the shared expert's fits on a multiprocessor beside a routed one.
+
+    The fastest tiles alone take all of its shared memory, so two streams would only take turns.
+    """
+    if best.gemm1.swap:  # small already
+        return
+    gemm1 = best.gemm1._replace(num_stages=min(3, best.gemm1.num_stages))
+    smaller = best._replace(gemm1=gemm1, shared_gemm1=_SMALL, shared_gemm2=_SMALL._replace(block_n=128))
+    yield smaller
+    if not best.gemm2.tail:
+        yield smaller._replace(gemm2=Tile(best.gemm2.block_m, 128, 64, 4, 3, tma=True, least_m=16))
 
 
 def _shared(gemm1: Tile, shape: Shape, T: int) -> Iterator[Tile]:

@@ -31,7 +31,7 @@ from dsmoe_op.cli.output import CommandError
 from dsmoe_op.cli.problem import Problem
 from dsmoe_op.cli.shapes import Shape
 from dsmoe_op.tuning import Choice, LayerTiles, Table, Tile
-from dsmoe_op.tuning.tables import BUCKETS, GEMMS, Row, bucket, file_name
+from dsmoe_op.tuning.tables import BUCKETS, GEMMS, SHARED, Row, bucket, file_name
 
 SHAPES = "dsv3_tp8,qwen3next,glm45air,v2lite,dsv3"
 TOKENS = (*(int(most) for most in BUCKETS[:-1]), 16384)
@@ -376,6 +376,6 @@ def report(done: Sequence[tuple[Shape, int, Row]]) -> str:
 def _as_json(shape: Shape, T: int, row: Row) -> dict[str, Any]:
     times = {"us": dict(row.us), "heuristic_us": dict(row.heuristic_us), "schedules_us": dict(row.schedules_us)}
     tiles, schedule = row.choice
-    named = {name: getattr(tiles, name)._asdict() for name in GEMMS if name in row.us}
+    named = {name: getattr(tiles, name)._asdict() for name in GEMMS if shape.S or name not in SHARED}
     named |= {"schedule": schedule, "overlaps": tiles.overlaps}
     return {"shape": shape.name, "tokens": T, **named, **times}
