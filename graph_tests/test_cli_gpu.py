@@ -11,7 +11,7 @@ import pytest
 import torch
 from gpu import needs_gpu
 
-from dsmoe_op.cli import main, peers, profiling
+from dsmoe_op.cli import main, peers, profiling, serving_peers
 
 pytestmark = needs_gpu
 
@@ -115,6 +115,21 @@ def test_bench_times_checked_graphs_of_every_schedule_and_lists_the_ops_parts(co
         assert sum(details["streams"]["kernels_by_stream"].values()) == pytest.approx(len(details["kernels"]))
         assert details["peak_within_bound"], details
         assert details["shared_expert"]["shared_only_us"] > 0
+
+
+@pytest.mark.parametrize("format", [[], ["--format", "fp8_block"]], ids=["bf16", "fp8_block"])
+@pytest.mark.parametrize("name", serving_peers.PEERS)
+def test_bench_times_servers_that_are_installed_and_right(name: str, format: list[str], command: Any) -> None:
+    if (reason := serving_peers.missing(name)) is not None:
+        pytest.skip(reason)
+    if name == ("triton_kernels" if format else "deepgemm"):
+        pytest.skip("not in this format")
+    shape = ["bench", "--shape", "1024/256/32/4/512", "--seconds", "0.2", "--schedule", "auto"]
+    code, result = command(*shape, "--tokens", "1,33", "--against", name, *format)
+    assert code == 0, result
+    theirs = [row for row in result["rows"] if row["candidate"].startswith(name)]
+    assert {row["candidate"] for row in theirs} >= {name, f"{name} two streams"}
+    assert all((row["status"], row["cuda_graph"]) == ("ok", True) for row in theirs), theirs
 
 
 def test_bench_sees_a_graph_that_leaves_something_else(command: Any, monkeypatch: pytest.MonkeyPatch) -> None:

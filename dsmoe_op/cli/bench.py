@@ -23,7 +23,7 @@ import torch
 
 import dsmoe_op
 from dsmoe_op.checks import SCHEDULES
-from dsmoe_op.cli import arguments, ceilings, output, peers, plot, shapes
+from dsmoe_op.cli import arguments, ceilings, output, peers, plot, serving_peers, shapes
 from dsmoe_op.cli import cell as cells_module
 from dsmoe_op.cli.cell import FAILED, OK, Cell, Row
 from dsmoe_op.cli.comparison import DTYPES
@@ -96,6 +96,7 @@ def report(cells: Sequence[Cell]) -> str:
     for shape, dtype in dict.fromkeys((cell.shape, cell.dtype) for cell in cells):
         mine = [cell for cell in cells if (cell.shape, cell.dtype) == (shape, dtype)]
         blocks += [f"{shape}, {dtype}", _schedules(mine), _against(mine)]
+        blocks += _left_out(mine)
         blocks += [text for cell in mine if (text := _details(cell))]
     return "\n\n".join(blocks)
 
@@ -124,6 +125,19 @@ def _against(cells: Sequence[Cell]) -> str:
             numbers = (row.time.us if row.time else None, cell.percent_of_floor(row), cell.ratio(row))
             rows.append((cell.tokens, row.candidate, *(_number(n) for n in numbers), error, note))
     return output.table(header, rows)
+
+
+def _left_out(cells: Sequence[Cell]) -> list[str]:
+    """A block with a line for each candidate and reason, with the tokens where not all have it; none for none."""
+    tokens: dict[tuple[str, str], list[str]] = {}
+    for cell in cells:
+        for left_out in cell.left_out.items():
+            tokens.setdefault(left_out, []).append(str(cell.tokens))
+    lines = []
+    for (name, reason), where in tokens.items():
+        at = "" if len(where) == len(cells) else f" at {', '.join(where)} tokens"
+        lines.append(f"left out: {name}{at}: {reason}")
+    return ["\n".join(lines)] if lines else []
 
 
 def _number(value: float | None) -> float | str:
@@ -166,12 +180,16 @@ def write_csv(cells: Sequence[Cell], path: Path) -> None:
         writer.writerows(records(cells))
 
 
+PACKAGES = ("triton", "transformers", *serving_peers.VERSIONS)
+"""Whose versions belong to the times, where they are installed."""
+
+
 def machine(device: torch.device) -> dict[str, Any]:
     found: dict[str, Any] = {
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else cpu_name(),
         "dsmoe_op": dsmoe_op.__version__,
         "torch": torch.__version__,
-        **{name: version for name in ("triton", "transformers") if (version := _version(name))},
+        **{name: version for name in PACKAGES if (version := _version(name))},
         "python": platform.python_version(),
     }
     if device.type == "cuda":
@@ -208,6 +226,11 @@ def as_json(cells: Sequence[Cell], found: dict[str, Any], limits: Ceilings, chos
         "ours_good": ours_good(cells),
         "fastest_others": [other for cell in cells if (other := fastest_other(cell))],
         "rows": records(cells),
+        "left_out": [
+            {"shape": c.shape, "dtype": c.dtype, "tokens": c.tokens, "candidate": name, "reason": reason}
+            for c in cells
+            for name, reason in c.left_out.items()
+        ],
         "details": [
             {"shape": c.shape, "dtype": c.dtype, "tokens": c.tokens, "candidate": c.ours, **c.details}
             for c in cells
@@ -241,7 +264,7 @@ def ours_good(cells: Sequence[Cell]) -> bool:
 def add_parser(subparsers: Any) -> None:
     parser = subparsers.add_parser(
         "bench",
-        help="time the op's schedules beside plain torch, torch.compile and transformers, on a GPU or a CPU",
+        help="time the op's schedules beside plain torch, torch.compile, transformers and servers, on a GPU or a CPU",
         description="Times one MoE layer: the op in its schedules and others on the same weights, inputs and routing. "
         "On a GPU: replays of CUDA graphs with cold weights, in turn, medians; the machine's own ceilings are measured "
         "first, for the floor. Each candidate is first held against the reference. "
@@ -268,7 +291,7 @@ def add_parser(subparsers: Any) -> None:
         metavar="A,B",
         help=f"some of {', '.join(SCHEDULES)} (all that a shape has; auto on a CPU, where they are the same)",
     )
-    against = f"some of {', '.join(peers.AGAINST)} (all that can run here; without compiled on a CPU)"
+    against = f"some of {', '.join(peers.AGAINST)} (all that are installed and can run here; not compiled on a CPU)"
     add("--against", type=arguments.some_of(list(peers.AGAINST)), metavar="A,B", help=against)
     add("--device", type=arguments.device, metavar="NAME", help="cpu, cuda or cuda:N (cuda where there is one)")
     add("--seconds", type=_seconds, default=2.0, metavar="S", help="of timing for each shape, dtype and tokens (2)")
@@ -343,11 +366,10 @@ def _against_names(options: argparse.Namespace, device: torch.device) -> tuple[s
     """
     asked: tuple[str, ...] | None = options.against
     names = asked or (tuple(peers.AGAINST) if device.type == "cuda" else ("eager", "transformers"))
-    reasons = {name: peers.unsupported(name, device, options.shape, options.dtype) for name in names}
     if asked is None:  # each cell leaves out what it cannot have
-        return tuple(name for name in names if name != "transformers" or reasons[name] is None)
-    for reason in reasons.values():
-        if reason is not None:
+        return tuple(name for name in names if peers.missing(name) is None)
+    for name in names:
+        if (reason := peers.unsupported(name, device, options.shape, options.dtype)) is not None:
             raise CommandError(f"--against: {reason}")
     return asked
 
@@ -390,5 +412,5 @@ def _complaint(row: Row) -> str:
 
 
 def _title(found: dict[str, Any]) -> str:
-    versions = ", ".join(f"{n} {found[n]}" for n in ("dsmoe_op", "torch", "triton", "transformers") if n in found)
+    versions = ", ".join(f"{n} {found[n]}" for n in ("dsmoe_op", "torch", *PACKAGES) if n in found)
     return f"One MoE layer on {found['device']}: {versions}"

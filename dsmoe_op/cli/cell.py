@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from dsmoe_op.cli import output, parts, peers, profiling, shapes, timing
-from dsmoe_op.cli.peers import Candidate
+from dsmoe_op.cli.plain import Candidate
 from dsmoe_op.cli.problem import Answers, Problem
 from dsmoe_op.cli.shapes import Ceilings
 from dsmoe_op.cli.timing import Time
@@ -52,6 +52,7 @@ class Cell:
         floor_us: below which no layer can be on this machine.
         ours: name of the row that the others are compared with.
         details: of that row, where the device is a GPU: kernels, streams, memory, times of the host.
+        left_out: candidates that were not tried, and why.
     """
 
     shape: str
@@ -63,6 +64,7 @@ class Cell:
     ours: str
     rows: list[Row]
     details: dict[str, Any]
+    left_out: dict[str, str] = dataclasses.field(default_factory=dict)
 
     def row(self, candidate: str) -> Row | None:
         return next((row for row in self.rows if row.candidate == candidate), None)
@@ -111,7 +113,8 @@ class _Bench:
         main = "auto" if "auto" in schedules else schedules[0]
         ordered = [main, *(s for s in schedules if s != main)]
         ours = [peers.ours(problem, schedule) for schedule in ordered]
-        others = [c for name in against for c in peers.AGAINST[name](problem, T)]
+        every = [c for name in against for c in peers.AGAINST[name](problem, T)]
+        others = [c for c in every if c.left_out is None]
         hit = problem.hit(self.inputs)
         ceilings = self.ceilings
         floor = shapes.floor_us(
@@ -145,6 +148,7 @@ class _Bench:
             ours=ours[0].name,
             rows=rows,
             details={},
+            left_out={c.name: c.left_out for c in every if c.left_out is not None},
         )
         if self.gpu and cell.ours in self.graphs:
             cell.details = self._details(cell.ours)

@@ -5,14 +5,14 @@ from __future__ import annotations
 import functools
 import importlib.util
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from dsmoe_op import dual_stream_moe
-from dsmoe_op.cli import plain
-from dsmoe_op.cli.plain import Layer, Weights
+from dsmoe_op.cli import plain, serving_peers
+from dsmoe_op.cli.plain import Candidate, Layer, Weights
 from dsmoe_op.cli.problem import Problem
 from dsmoe_op.cli.shapes import Shape
 
@@ -21,19 +21,6 @@ BATCHED_BYTES = {"cuda": 4 << 30, "cpu": 1 << 30}
 """Of weights that transformers' batched_mm may copy for a call; beyond them it is left out."""
 COMPILED_DTYPES = ("bf16",)
 """Of torch's grouped product under torch.compile."""
-
-
-class Candidate(NamedTuple):
-    """One way to compute the layer.
-
-    Attributes:
-        build: makes what computes it; may take long, or fail.
-        captured: whether a CUDA graph can hold it.
-    """
-
-    name: str
-    build: Callable[[], Layer]
-    captured: bool = True
 
 
 def ours(problem: Problem, schedule: str, *, shared: bool = True) -> Candidate:
@@ -92,14 +79,25 @@ AGAINST: dict[str, Callable[[Problem, int], list[Candidate]]] = {
     "compiled": _compiled,
     "transformers": _transformers,
     "native_streams": _native_streams,
+    # last: what they import may change how torch behaves
+    **{name: functools.partial(serving_peers.candidates, name) for name in serving_peers.PEERS},
 }
 """Names of --against."""
 
 
-def unsupported(name: str, device: torch.device, shapes: Sequence[Shape], dtypes: Sequence[str]) -> str | None:
-    """Why a name of AGAINST cannot be timed in all that is asked for; None where it can."""
+def missing(name: str) -> str | None:
+    """What to install for a name of AGAINST; None where nothing is missing."""
     if name == "transformers" and importlib.util.find_spec("transformers") is None:
         return "transformers is not installed: pip install 'dsmoe_op[bench]'"
+    return serving_peers.missing(name) if name in serving_peers.PEERS else None
+
+
+def unsupported(name: str, device: torch.device, shapes: Sequence[Shape], dtypes: Sequence[str]) -> str | None:
+    """Why a name of AGAINST cannot be timed in all that is asked for; None where it can."""
+    if (reason := missing(name)) is not None:
+        return reason
+    if name in serving_peers.PEERS:
+        return serving_peers.unsupported(name, device, shapes, dtypes)
     if name in ("compiled", "native_streams"):
         other = [dtype for dtype in dtypes if dtype not in COMPILED_DTYPES]
         if other:

@@ -28,16 +28,36 @@ class Weights(NamedTuple):
 
 
 Layer = Callable[[Tensor, Weights], Tensor]
+"""x [T, H] -> [T, H] in the dtype of x: the whole layer, its routed experts with their router, or its shared expert."""
 Experts = Callable[[Tensor, Tensor, Tensor, Weights], Tensor]
 """x [T, H], topk_ids int64 [T, K], topk_weights float32 [T, K] -> [T, H] in the dtype of x."""
 
 
+class Candidate(NamedTuple):
+    """One way to compute the layer.
+
+    Attributes:
+        build: makes what computes it; may take long, or fail.
+        captured: whether a CUDA graph can hold it.
+        left_out: why it is not timed.
+    """
+
+    name: str
+    build: Callable[[], Layer]
+    captured: bool = True
+    left_out: str | None = None
+
+
+def router_logits(x_TH: Tensor, w: Weights) -> Tensor:
+    """float32 [T, E]."""
+    if x_TH.is_cuda and x_TH.dtype != torch.float32:
+        return torch.mm(x_TH, w.router_weight.t(), out_dtype=torch.float32)
+    return F.linear(x_TH.float(), w.router_weight.float())
+
+
 def route(x_TH: Tensor, w: Weights, config: MoEConfig) -> tuple[Tensor, Tensor]:
     """topk_ids int64 [T, K], topk_weights float32 [T, K]; for the knobs that the shapes of `shapes.py` have."""
-    if x_TH.is_cuda and x_TH.dtype != torch.float32:
-        logits_TE = torch.mm(x_TH, w.router_weight.t(), out_dtype=torch.float32)
-    else:
-        logits_TE = F.linear(x_TH.float(), w.router_weight.float())
+    logits_TE = router_logits(x_TH, w)
     if config.weights_from == "topk_sigmoid":
         logits_TK, ids_TK = logits_TE.topk(config.top_k)
         return ids_TK, logits_TK.sigmoid()
@@ -65,10 +85,12 @@ def _mlp(x: Tensor, w13: Tensor, w2: Tensor) -> Tensor:
 def shared_expert(x_TH: Tensor, w: Weights) -> Tensor:
     assert w.shared_w13 is not None
     assert w.shared_w2 is not None
-    out_TH = _mlp(x_TH, w.shared_w13, w.shared_w2)
-    if w.shared_gate is not None:
-        out_TH = torch.sigmoid(F.linear(x_TH, w.shared_gate)) * out_TH
-    return out_TH
+    return gated(_mlp(x_TH, w.shared_w13, w.shared_w2), x_TH, w)
+
+
+def gated(shared_TH: Tensor, x_TH: Tensor, w: Weights) -> Tensor:
+    """The shared expert's output times its gate, where it has one."""
+    return shared_TH if w.shared_gate is None else torch.sigmoid(F.linear(x_TH, w.shared_gate)) * shared_TH
 
 
 def experts_in_a_loop(x_TH: Tensor, ids_TK: Tensor, weights_TK: Tensor, w: Weights) -> Tensor:
@@ -103,24 +125,34 @@ def routed_experts(x_TH: Tensor, w: Weights, config: MoEConfig, experts: Experts
 
 def layer(config: MoEConfig, experts: Experts) -> Layer:
     """Router, `experts` and shared expert, one after the other, and their sum."""
+    return in_turn(lambda x_TH, w: routed_experts(x_TH, w, config, experts), shared_expert)
+
+
+def two_stream_layer(config: MoEConfig, experts: Experts) -> Layer:
+    """The same with the shared expert on a stream of its own."""
+    return on_two_streams(lambda x_TH, w: routed_experts(x_TH, w, config, experts), shared_expert)
+
+
+def in_turn(routed: Layer, shared: Layer) -> Layer:
+    """Both, where there is a shared expert, and their sum."""
 
     def call(x_TH: Tensor, w: Weights) -> Tensor:
-        routed_TH = routed_experts(x_TH, w, config, experts)
-        return routed_TH if w.shared_w13 is None else routed_TH + shared_expert(x_TH, w)
+        routed_TH = routed(x_TH, w)
+        return routed_TH if w.shared_w13 is None else routed_TH + shared(x_TH, w)
 
     return call
 
 
-def two_stream_layer(config: MoEConfig, experts: Experts) -> Layer:
-    """The same with the shared expert on a stream of its own, forked and joined as user code does it."""
+def on_two_streams(routed: Layer, shared: Layer) -> Layer:
+    """Both and their sum, the shared expert on a stream of its own, forked and joined as user code does it."""
     alt = torch.cuda.Stream(priority=-1)
 
     def call(x_TH: Tensor, w: Weights) -> Tensor:
         main = torch.cuda.current_stream()
         alt.wait_stream(main)
         with torch.cuda.stream(alt):
-            shared_TH = shared_expert(x_TH, w)
-        routed_TH = routed_experts(x_TH, w, config, experts)
+            shared_TH = shared(x_TH, w)
+        routed_TH = routed(x_TH, w)
         main.wait_stream(alt)
         return routed_TH + shared_TH
 

@@ -1,4 +1,4 @@
-"""Kernels that measure a GPU. Needs triton."""
+"""Kernels that measure a GPU, and one that a peer takes into its own. Needs triton."""
 
 from __future__ import annotations
 
@@ -23,3 +23,15 @@ def read_sum(data_ptr, out_ptr, numel, BLOCK: tl.constexpr):
 def touch(out_ptr):
     """Adds one to a number."""
     tl.store(out_ptr, tl.load(out_ptr) + 1)
+
+
+@triton.jit(repr=lambda _: "silu_and_mul")
+def silu_and_mul(rows, beta):
+    """[M, 2N] of a product's tile, gate and up in turn -> gate * sigmoid(beta * gate) * up, float32 [M, N].
+
+    For triton_kernels, whose products take such a function into their epilogue.
+    """
+    pairs = tl.reshape(rows, (rows.shape[0], rows.shape[1] // 2, 2))
+    gate, up = tl.split(pairs)
+    gate = gate.to(tl.float32)
+    return gate * tl.sigmoid(beta * gate) * up.to(tl.float32)
