@@ -314,6 +314,15 @@ def test_the_one_launch_fits_on_the_matrix_unit(compiled, tmp_path, form, ends):
             check_resources(compiled, tmp_path)
 
 
+def test_parts_of_a_tile_may_begin_beyond_2_to_the_31_elements(compiled):
+    """The step from part to part, which a column's stride may make large; Triton's interpreter overflows nowhere."""
+    layer, (gemm1, gemm2) = Layer(H=2048, I=208, S=336, E=16, transposed=True), tiles_of_one_launch()[-1]
+    layer.experts("fused", (gemm1, gemm2), ends=True)
+    for width in (layer.I, layer.S):
+        step = layer.H // gemm1.splits * 2 * width
+        assert set(re.findall(rf"arith\.constant {step} : (\w+)", compiled[0].asm["ttir"])) == {"i64"}
+
+
 @pytest.mark.parametrize(
     "layer",
     [
