@@ -640,6 +640,11 @@ def test_shared_tiles_have_the_same_bits_whoever_is_last(rng, monkeypatch, split
         close(h_shared, reference.activation(sums, config, clamp=None), sums=sums)
         assert out.isfinite().all()
         found.append((h[: len(want)], h_shared, out))
+        # Counters of the shared block and the routed ones, of GEMM 2's columns, and of tiles; no others.
+        there = (rows.blocks_3B[0] >= 0).int()
+        counts = 3 * splits, *(2 * splits * there), *[1 + len(there)] * 2, *[splits] * 3
+        counts = torch.tensor([*counts, *(splits * there.repeat_interleave(2))], dtype=torch.int32)
+        assert torch.equal(rows.arrivals, torch.nn.functional.pad(counts, (0, len(rows.arrivals) - len(counts))))
     assert all(torch.equal(one, first) for some in found for one, first in zip(some, found[0], strict=True))
 
 

@@ -25,6 +25,7 @@ from sm90 import (  # noqa: E402
     TOKENS,
     V3,
     Layer,
+    check_arrivals,
     check_fp8_steps,
     check_loops,
     check_products,
@@ -221,6 +222,7 @@ def test_the_persistent_gemm2_of_fp8_fits_and_adds_each_step_in_float32(compiled
         # The first of the four products of a step begins a sum: two consumers, one step each.
         assert len(products) == 8
         assert sum(" RZ, !UPT" in text for text in products) == 2
+        check_arrivals(kernel, stages=6 if block_m == 128 else 4)
         assert kernel.metadata.shared <= SHARED_MEMORY
         assert stack_bytes(kernel, tmp_path) == 0
 
@@ -257,6 +259,7 @@ def test_the_persistent_gemm2_fits_and_never_starts_early(compiled, tmp_path, dt
     assert "cp.async.bulk.tensor" in kernel.asm["ptx"]
     assert "griddepcontrol" not in kernel.asm["ptx"]
     assert not kernel.metadata.launch_pdl
+    check_arrivals(kernel, stages=4)
     assert kernel.metadata.shared <= SHARED_MEMORY
     # Triton 3.6 spills one register of the lookup of a float32 bias, once a tile and outside the products' loop.
     some = 8 if bias == FP32 and triton.__version__.startswith("3.6") else 0
