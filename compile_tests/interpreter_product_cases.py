@@ -32,6 +32,7 @@ from interpreted import (
     transposed,
 )
 from torch import Tensor
+from triton.runtime.interpreter import InterpreterBuilder
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 import dsmoe_op.kernels.gemm as gemm_module
@@ -603,6 +604,48 @@ def test_programs_may_share_the_tiles_of_the_one_launchs_gemm1(rng, options, spl
     kernels.gemm2(config=config, tile=tiles[1], w2=w2, blocks=rows.blocks_3B, h_NI=h, y_NH=apart)
     kernels.finalize(apart, ids, weights, rows.row_of_TK, shared, None, alone, config=config)
     assert torch.equal(out, alone)
+
+
+@pytest.mark.parametrize("splits", [2, 8])
+def test_shared_tiles_have_the_same_bits_whoever_is_last(rng, monkeypatch, splits):
+    """The interpreter runs programs by ascending number, so here GEMM 1's take their numbers at random."""
+    T, H, I, S, E, K = 7, 128, 48, 80, 5, 2
+    tiles = Tile(16, 32, 16, 4, 3, swap=splits == 2, splits=splits), Tile(16, 64, 16, 4, 3, swap=True)
+    config, ids, weights = MoEConfig(top_k=K), some_ids(rng, T, K, E), torch.rand(T, K)
+    w13, w2 = randn(rng, E, 2 * I, H, dtype=FP16, scale=0.2), randn(rng, E, H, I, dtype=FP16)
+    shared_w13, shared_w2 = randn(rng, 2 * S, H, dtype=FP16, scale=0.2), randn(rng, H, S, dtype=FP16)
+    x, number = randn(rng, T, H, dtype=FP16), InterpreterBuilder.set_grid_idx
+    found = []
+    for i in range(5):
+        rows = order_rows(ids, weights, E=E, arrivals=kernels.num_arrivals(20, T, H, I, S, tiles))[0]
+        sizes = (T * K, I), (T, S), (T * K, H), (T, H), (T, H)
+        h, h_shared, y, shared, out = (torch.full(size, NAN, dtype=FP16) for size in sizes)
+        order = list(range(splits * (rows.blocks_3B.shape[1] * 2 + 3)))
+        if i:
+            order = torch.randperm(len(order), generator=rng).tolist()
+        with monkeypatch.context() as patch:
+            patch.setattr(
+                InterpreterBuilder,
+                "set_grid_idx",
+                lambda self, x, y, z, order=order: number(self, order[x] if x < len(order) else x, y, z),
+            )
+            kernels.experts(
+                x, config=config, tiles=tiles, rows=rows, w13=w13, w2=w2, h_NI=h, y_NH=y, topk_ids_TK=ids,
+                topk_weights_TK=weights, shared_w13=shared_w13, shared_w2=shared_w2, h_shared_TS=h_shared,
+                shared_TH=shared, out_TH=out, parts=torch.full((kernels.num_parts(T, K, I, S, True, tiles[0]),), NAN),
+            )  # fmt: skip
+        want, sums = gemm1_oracle(x, w13, None, config, rows)
+        close(h[: len(want)], want, sums=sums)
+        sums = x.to(FP64) @ shared_w13.to(FP64).T
+        close(h_shared, reference.activation(sums, config, clamp=None), sums=sums)
+        assert out.isfinite().all()
+        found.append((h[: len(want)], h_shared, out))
+        # Counters of the shared block and the routed ones, of GEMM 2's columns, and of tiles; no others.
+        there = (rows.blocks_3B[0] >= 0).int()
+        counts = 3 * splits, *(2 * splits * there), *[1 + len(there)] * 2, *[splits] * 3
+        counts = torch.tensor([*counts, *(splits * there.repeat_interleave(2))], dtype=torch.int32)
+        assert torch.equal(rows.arrivals, torch.nn.functional.pad(counts, (0, len(rows.arrivals) - len(counts))))
+    assert all(torch.equal(one, first) for some in found for one, first in zip(some, found[0], strict=True))
 
 
 # All together

@@ -278,6 +278,18 @@ def check_fp8_steps(kernel: Any) -> None:
     assert [adds == "0" for _, adds in found] == [i % step == 0 for i in range(len(found))], kernel.metadata
 
 
+def check_arrivals(kernel: Any, stages: int) -> None:
+    """One thread arrives for all of its warps, so these meet before it: none still reads what the buffer then loses.
+    Buffers are full by one arrival, and empty by those of both consumers."""
+    ptx = kernel.asm["ptx"]
+    counts = [int(count) for count in re.findall(r"mbarrier\.init\S* \[%r\d+\], (\d+);", ptx)]
+    assert sorted(counts) == [1] * stages + [2] * stages
+    steps = re.findall(r"\bbar\.(?:warp\.)?sync|wgmma\.wait_group|[ls][dt]\.shared|mbarrier\.arrive(?!\.expect)", ptx)
+    arrivals = [before for before, step in itertools.pairwise(steps) if step == "mbarrier.arrive"]
+    assert arrivals
+    assert all(before.startswith("bar.") for before in arrivals), kernel.metadata
+
+
 def least_side(kernel: Any) -> int:
     """The fewest rows that an accumulator has in the IR."""
     return min(int(rows) for rows in re.findall(r"tt\.dot.*-> tensor<(\d+)x\d+xf32", kernel.asm["ttir"]))

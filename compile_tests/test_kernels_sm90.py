@@ -25,6 +25,7 @@ from sm90 import (  # noqa: E402
     TOKENS,
     V3,
     Layer,
+    check_arrivals,
     check_fp8_steps,
     check_loops,
     check_products,
@@ -243,6 +244,7 @@ def test_the_persistent_gemm2_of_fp8_fits_and_adds_each_step_in_float32(compiled
         # The first of the four products of a step begins a sum: two consumers, one step each.
         assert len(products) == 8
         assert sum(" RZ, !UPT" in text for text in products) == 2
+        check_arrivals(kernel, stages=6 if block_m == 128 else 4)
         assert kernel.metadata.shared <= SHARED_MEMORY
         assert stack_bytes(kernel, tmp_path) == 0
 
@@ -279,6 +281,7 @@ def test_the_persistent_gemm2_fits_and_never_starts_early(compiled, tmp_path, dt
     assert "cp.async.bulk.tensor" in kernel.asm["ptx"]
     assert "griddepcontrol" not in kernel.asm["ptx"]
     assert not kernel.metadata.launch_pdl
+    check_arrivals(kernel, stages=4)
     assert kernel.metadata.shared <= SHARED_MEMORY
     # Triton 3.6 spills one register of the lookup of a float32 bias, once a tile and outside the products' loop.
     some = 8 if bias == FP32 and triton.__version__.startswith("3.6") else 0
@@ -334,6 +337,15 @@ def test_the_one_launch_fits_on_the_matrix_unit(compiled, tmp_path, form, ends):
             assert bool(re.search(r"ld\.global\.cg\.v4", one.asm["ptx"])) == ends  # the sums', 16 bytes a thread
             assert not re.search(r"ld\.global\.cg\.b16", one.asm["ptx"])
             check_resources(compiled, tmp_path)
+
+
+def test_parts_of_a_tile_may_begin_beyond_2_to_the_31_elements(compiled):
+    """The step from part to part, which a column's stride may make large; Triton's interpreter overflows nowhere."""
+    layer, (gemm1, gemm2) = Layer(H=2048, I=208, S=336, E=16, transposed=True), tiles_of_one_launch()[-1]
+    layer.experts("fused", (gemm1, gemm2), ends=True)
+    for width in (layer.I, layer.S):
+        step = layer.H // gemm1.splits * 2 * width
+        assert set(re.findall(rf"arith\.constant {step} : (\w+)", compiled[0].asm["ttir"])) == {"i64"}
 
 
 @pytest.mark.parametrize(

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from gpu import SIZES, Captured, needs_gpu
-from layers import make_layer
+from gpu import SIZES, Captured, capture, needs_gpu, with_tiles
+from layers import make_layer, quantized
 from torch import Tensor
 
 from dsmoe_op import (
@@ -23,6 +23,7 @@ from dsmoe_op import (
     reference,
     tuning,
 )
+from dsmoe_op.kernels import gemm2_persistent
 
 pytestmark = needs_gpu
 
@@ -48,19 +49,43 @@ def persistent_tile() -> tuning.Tile:
     return tile
 
 
+def fp8_tile(block_m: int, *, persistent: bool = True) -> tuning.Tile:
+    """A candidate of `tune` for GEMM 2."""
+    return tuning.Tile(block_m, 8192 // block_m, 128, 8, 3, swap=True, persistent=persistent, least_m=16)
+
+
+def codes_of(h: Tensor, format: str, *offsets: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Codes, scales, and the numbers that these are, in float64."""
+    codes = torch.empty(h.shape, dtype=formats.E4M3, device="cuda")
+    scales = torch.empty(len(h), *(() if format == "fp8_channel" else (-(-h.shape[1] // 128),)), device="cuda")
+    kernels.quantize_rows(h, codes, scales, *offsets, of_h=True)
+    each = scales.unsqueeze(-1) if scales.dim() == 1 else scales.repeat_interleave(128, 1)[:, : h.shape[1]]
+    return codes, scales, codes.double() * each
+
+
+def fp8_weight(w: Tensor, format: str, scale: torch.dtype | None = None) -> tuple[Tensor, kernels.Coded, Tensor]:
+    """q, what kernels are told of it, and the numbers that it is. Scales of bytes are any powers of two near 1."""
+    parts, (H, I) = formats.quantize(format, w.float()), w.shape[-2:]
+    if scale is torch.uint8:
+        parts = parts._replace(scale=torch.randint(120, 132, parts.scale.shape, dtype=scale, device="cuda"))
+    elif scale is not None:
+        parts = parts._replace(scale=parts.scale.to(scale))
+    return parts.q, kernels.coded(format, parts, H, I, 1, False), formats.dequantize(format, parts, I)
+
+
 class Gemm2:
     """GEMM 2 alone; y lies inside memory that is full of NaN. Of an fp8 format, in blocks of block_m rows."""
 
     def __init__(
         self, heights: Sequence[int], without: int, H: int, I: int, dtype: torch.dtype, bias: Any,
-        format: str | None = None, block_m: int = 128,
+        format: str | None = None, block_m: int = 128, scale: torch.dtype | None = None,
     ) -> None:  # fmt: skip
         def ints(*shape: int) -> Tensor:
             return torch.full(shape, 12345, dtype=torch.int32, device="cuda")
 
         ids, self.tile = ids_of(heights, without), persistent_tile()
         if format is not None:
-            self.tile = tuning.Tile(block_m, 8192 // block_m, 128, 8, 3, swap=True, persistent=True, least_m=16)
+            self.tile = fp8_tile(block_m)
         N, E = len(ids), len(heights)
         counters, B = ints(kernels.num_counters(N, E)), kernels.num_blocks(N, E, self.tile.block_m)
         self.rows = kernels.Rows(
@@ -76,21 +101,14 @@ class Gemm2:
         self.coded: dict[str, Any] = {}
         self.numbers = self.h, self.w2
         if format is not None:
-            parts = formats.quantize(format, self.w2.float())
-            codes = torch.empty(N, I, dtype=formats.E4M3, device="cuda")
-            scales = torch.empty(N, *(() if format == "fp8_channel" else (-(-I // 128),)), device="cuda")
-            kernels.quantize_rows(self.h, codes, scales, self.rows.offsets, of_h=True)
-            each = scales.unsqueeze(-1) if scales.dim() == 1 else scales.repeat_interleave(128, 1)[:, :I]
-            self.numbers = codes.double() * each, formats.dequantize(format, parts, I)
-            self.w2 = parts.q
-            self.coded = {
-                "coded": kernels.coded(format, parts, H, I, 1, False),
-                "h_codes_NI": codes,
-                "h_scales": scales,
-            }
+            codes, scales, h = codes_of(self.h, format, self.rows.offsets)
+            self.w2, coded, w2 = fp8_weight(self.w2, format, scale)
+            self.numbers = h, w2
+            self.coded = {"coded": coded, "h_codes_NI": codes, "h_scales": scales}
             self.w2.view(torch.uint8)[empty] = 0x7F
         else:
             self.w2[empty] = float("nan")
+        assert gemm2_persistent.takes(self.w2, self.tile.block_m, self.coded.get("coded", kernels.PLAIN))
         self.bias = torch.randn(E, H, device="cuda").to(bias) if bias else None
         self.around = torch.full((N + 300, H), float("nan"), dtype=dtype, device="cuda")
         self.y = self.around[128 : 128 + N]
@@ -140,10 +158,21 @@ def test_gemm2_is_right_at_every_height_and_writes_nothing_else(dtype, bias, H, 
         one.check(zero_tail=zero_tail)
 
 
-@pytest.mark.parametrize(("format", "block_m"), [("fp8_block", 64), ("fp8_block", 128), ("fp8_channel", 64)])
+@pytest.mark.parametrize(
+    ("format", "block_m", "scale"),
+    [
+        ("fp8_block", 64, None),
+        ("fp8_block", 64, torch.uint8),
+        ("fp8_block", 128, None),
+        ("fp8_block", 128, torch.uint8),
+        ("fp8_channel", 64, None),
+        ("fp8_channel", 128, BF16),
+    ],
+)
 @pytest.mark.parametrize(("H", "I"), [(400, 208), (2048, 512), (16, 16), (272, 144), (896, 1408)])
-def test_gemm2_of_fp8_is_right_at_every_height_and_writes_nothing_else(format, block_m, H, I) -> None:
-    one = Gemm2(HEIGHTS, 77, H, I, BF16, random.choice([None, BF16, FP32]), format, block_m)
+def test_gemm2_of_fp8_is_right_at_every_height_and_writes_nothing_else(format, block_m, scale, H, I) -> None:
+    dtype = BF16 if scale is torch.uint8 else random.choice([BF16, FP16])  # whose range such scales would leave
+    one = Gemm2(HEIGHTS, 77, H, I, dtype, random.choice([None, dtype, FP32]), format, block_m, scale)
     for zero_tail in (True, False):
         one.check(zero_tail=zero_tail)
     first = one.y.clone()
@@ -153,9 +182,10 @@ def test_gemm2_of_fp8_is_right_at_every_height_and_writes_nothing_else(format, b
 
 
 @pytest.mark.parametrize("heights", [(0, 1), (1, 0), (0, 0, 0, 5000), (1,) * 300, (129,) * 200, (64, 0) * 150, (0,)])
-def test_gemm2_is_right_for_few_and_for_many_blocks(heights) -> None:
+@pytest.mark.parametrize("kind", [(), ("fp8_block", 64), ("fp8_block", 128)])
+def test_gemm2_is_right_for_few_and_for_many_blocks(heights, kind) -> None:
     """Fewer blocks than programs, or more; of one expert, or of many."""
-    one = Gemm2(heights, 40, 400, 208, BF16, None)
+    one = Gemm2(heights, 40, 400, 208, BF16, None, *kind)
     for zero_tail in (True, False):
         one.check(zero_tail=zero_tail)
 
@@ -176,6 +206,30 @@ def test_the_shared_experts_gemm2_is_right_at_every_height_and_writes_nothing_el
             )  # fmt: skip
             outs.append(y.clone())
         torch.testing.assert_close(y.double(), h.double() @ w2.double().T, rtol=1.01 * rounding, atol=5e-5)
+        assert all(torch.equal(out, y) for out in outs)
+        assert around[:128].isnan().all()
+        assert around[128 + T :].isnan().all()
+
+
+@pytest.mark.parametrize(("format", "block_m"), [("fp8_block", 64), ("fp8_block", 128), ("fp8_channel", 64)])
+@pytest.mark.parametrize(("H", "S"), [(400, 208), (2048, 512), (16, 16)])
+def test_the_shared_experts_gemm2_of_fp8_is_right_too(format, block_m, H, S) -> None:
+    q, coded, w2 = fp8_weight(torch.randn(H, S, device="cuda") / S**0.5, format)
+    assert gemm2_persistent.takes(q, block_m, coded)
+    for T in (1, 63, 64, 65, 127, 128, 129, 1000, 20_000):
+        codes, scales, h = codes_of(torch.randn(T, S, device="cuda").to(BF16), format)
+        around = torch.full((T + 300, H), float("nan"), dtype=BF16, device="cuda")
+        y, outs = around[128 : 128 + T], []
+        for _ in range(3):
+            y.fill_(float("nan"))
+            kernels.gemm2(
+                config=MoEConfig(top_k=1), tile=fp8_tile(block_m), shared_w2=q, shared_coded=coded, shared_TH=y,
+                h_shared_TS=torch.full((T, S), float("nan"), dtype=BF16, device="cuda"), h_shared_codes_TS=codes,
+                h_shared_scales=scales,
+            )  # fmt: skip
+            outs.append(y.clone())
+        expected, sizes = h @ w2.double().T, h.abs() @ w2.double().abs().T
+        assert ((y.double() - expected).abs() <= 1.01 * 2.0**-8 * expected.abs() + sizes * 2.0**-11).all(), T
         assert all(torch.equal(out, y) for out in outs)
         assert around[:128].isnan().all()
         assert around[128 + T :].isnan().all()
@@ -219,6 +273,37 @@ def test_every_row_of_a_layer_is_the_references_at_every_height(schedule, dtype,
         assert worst_row(out, reference.moe(x, **args)) <= 2e-2, (H, I)
         for _ in range(5):
             assert torch.equal(dual_stream_moe(x, **args, schedule=schedule), out), (H, I)
+
+
+@pytest.mark.parametrize(("format", "block_m"), [("fp8_block", 64), ("fp8_block", 128), ("fp8_channel", 64)])
+def test_a_layer_of_fp8_has_persistent_second_products_where_its_tiles_say_so(format, block_m) -> None:
+    """In each schedule, and in replays, each of which takes its own items."""
+    first = tuning.Tile(block_m, 4096 // block_m, 128, 8, 3, swap=True, least_m=16)
+    outs: dict[tuple[str, bool], Tensor] = {}
+    x, args = prefill(expert_bias=True)
+    args = quantized(args, format, format)
+    expected, other = reference.moe(x, **args), torch.randn_like(x)
+    for persistent in (False, True):
+        second = fp8_tile(block_m, persistent=persistent)
+        with with_tiles(gemm1=first, gemm2=second, shared_gemm1=first, shared_gemm2=second):
+            for schedule in ("serial", "dual", "dual_shared_main", "fused"):
+                outs[schedule, persistent] = out = dual_stream_moe(x, **args, schedule=schedule)
+                assert worst_row(out, expected) <= 5e-2, schedule
+                assert schedule == "fused" or torch.equal(out, outs["serial", persistent]), schedule
+            with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+                dual_stream_moe(x, **args, schedule="serial")
+                torch.cuda.synchronize()
+            names = [event.name for event in profile.events()]
+            assert sum("_persistent_gemm2" in name for name in names) == 2 * persistent
+            for schedule in ("serial", "dual"):
+                source, want = x.clone(), dual_stream_moe(other, **args, schedule=schedule)
+                graph, out = capture(lambda s=schedule, x=source: dual_stream_moe(x, **args, schedule=s))
+                for given, its in ((x, outs[schedule, persistent]), (other, want)) * 3:
+                    source.copy_(given)
+                    graph.replay()
+                    assert torch.equal(out, its), schedule
+    # The same codes of h, so that only roundings of y differ.
+    assert worst_row(outs["serial", True], outs["serial", False]) <= 1e-2
 
 
 @pytest.mark.parametrize("dtype", [BF16, FP16])

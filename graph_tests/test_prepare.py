@@ -17,11 +17,13 @@ import torch
 from layers import WAYS, make_layer, quantized
 from torch import Tensor
 
-from dsmoe_op import checks, cuda, kernels, streams
+from dsmoe_op import checks, cuda, kernels, streams, tuning
 from dsmoe_op import schedule as schedules
 from dsmoe_op.checks import LAYER_FIELDS, Layer
 from dsmoe_op.kernels import launch as launch_module
 from dsmoe_op.schedule import Launch
+from dsmoe_op.tuning import Choice, LayerShape, LayerTiles, Table, Tile
+from dsmoe_op.tuning.tables import Row
 
 TOKENS = (1, 2, 7, 8, 9, 30, 64, 65, 150, 300, 1025, 5000)
 
@@ -121,6 +123,50 @@ def test_one_call_of_a_quantised_layer_prepares_all_sizes(recorder, schedule, fo
     made = {name for name, *_ in recorder.launched if name.startswith("_quantize")}
     rounds = any(name in ("fp8_block", "fp8_channel") for name in formats)
     assert made == ({"_quantize_rows", *(["_quantize_h"] if schedule == "dual" else [])} if rounds else set())
+
+
+@pytest.mark.parametrize("format", [None, "fp8_block", "fp8_channel", "int4"])
+@pytest.mark.parametrize("schedule", ["serial", "dual", "fused"])
+def test_one_call_prepares_shared_tiles_and_persistent_products_of_a_table(recorder, schedule, format) -> None:
+    """Of one whose H has whole parts, and of one whose H has none."""
+    few = Tile(16, 32, 128, 4, 3, swap=True)
+    many, persistent = Tile(64, 64, 128, 4, 3, swap=True), Tile(64, 128, 128, 4, 3, swap=True, persistent=True)
+    if format is None:
+        many, persistent = (tile._replace(block_m=128) for tile in (many, persistent))
+    for H in (512, 272):
+
+        def layer(T: int, H: int = H) -> tuple[Tensor, dict]:
+            x, args = make_layer(T, dtype=torch.bfloat16, H=H, I=144, S=288, E=12)
+            return x, quantized(args, format, format)
+
+        config = layer(1)[1]["config"]
+        shape = LayerShape(tuning.layer_kind(torch.bfloat16, False, format, format), H, 144, 12, config.top_k, 288)
+        rows = {}
+        for most, splits in ((1, 4), (4, 2), (16, 1)):
+            tiles = LayerTiles(few._replace(splits=splits), few, few, few, overlaps=False, one_launch=True)
+            rows[shape, most] = Row(1, Choice(tiles, schedule), {}, {}, {})
+        for most in (64, 256, 1024, float("inf")):
+            tiles = LayerTiles(many, persistent, many, persistent, overlaps=False)
+            rows[shape, most] = Row(1, Choice(tiles, schedule), {}, {}, {})
+        tuning.use_table(Table(gpu="any", rows=rows))
+        recorder.warm.clear()
+        recorder.launched.clear()
+        cuda._prepared.clear()
+        try:
+            call(*layer(30), schedule=schedule)
+            warm = set(recorder.warm)
+            for T in TOKENS:
+                call(*layer(T), schedule=schedule)
+        finally:
+            tuning.use_table(None)
+        assert recorder.launched <= warm
+        assert recorder.warm == warm
+        metas = [(name, dict(meta)) for name, _, meta, _ in recorder.launched]
+        whole = H == 512
+        assert {meta["SPLITS"] for name, meta in metas if name == "_experts"} == ({1, 2, 4} if whole else {1})
+        taken = [meta for name, meta in metas if name == "_persistent_gemm2"]
+        assert bool(taken) == (schedule != "fused" and format != "int4")
+        assert all(meta["H_BOXES"] == (2 if format is None else 1) for meta in taken)
 
 
 def padded(x: Tensor, before: int, after: int) -> Tensor:

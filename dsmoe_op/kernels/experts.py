@@ -311,7 +311,7 @@ def _experts(
         tile = program // SPLITS
         split = program % SPLITS
         counter_ptr = columns_ptr + COLUMNS2 + tile
-        routed_parts = SPLITS * T * K * (I if ACTIVATION == "relu2" else 2 * I)  # before the shared expert's
+        routed_parts = SPLITS * T.to(tl.int64) * K * (I if ACTIVATION == "relu2" else 2 * I)  # before the shared
         if FUSED:  # noqa: SIM102 (the compiler decides the outer one)
             if tile < routed1:
                 block = tile // SHARED_COLUMNS1

@@ -504,7 +504,7 @@ def rows_product(
             a_rows_M += split * PART
         if FORM is None:
             if SPLITS > 1:
-                w_ptr += split * (PART * STRIDE_INNER)
+                w_ptr += split.to(tl.int64) * (PART * STRIDE_INNER)
             sum, tail = _products(
                 a_rows_M, in_M, weight_M, a_rows_T, in_T, weight_T, w_ptr, w_desc, expert, column, COLUMNS, PART,
                 STRIDE_ROW, STRIDE_INNER, GATED, GATED and ORDER == "interleaved", weight_on_input_ptr is not None,
