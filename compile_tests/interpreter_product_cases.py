@@ -607,7 +607,7 @@ def test_programs_may_share_the_tiles_of_the_one_launchs_gemm1(rng, options, spl
 
 
 @pytest.mark.parametrize("splits", [2, 8])
-def test_shared_tiles_have_the_same_bits_whoever_is_last(rng, monkeypatch, splits):
+def test_split_tiles_have_the_same_bits_whoever_is_last(rng, monkeypatch, splits):
     """The interpreter runs programs by ascending number, so here GEMM 1's take their numbers at random."""
     T, H, I, S, E, K = 7, 128, 48, 80, 5, 2
     tiles = Tile(16, 32, 16, 4, 3, swap=splits == 2, splits=splits), Tile(16, 64, 16, 4, 3, swap=True)

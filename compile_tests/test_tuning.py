@@ -49,7 +49,8 @@ def random_row(shape: LayerShape, most: float) -> Row:
     shared = (random_tile(shared_kind or routed_kind), random_tile(shared_kind or routed_kind))
     gemm2 = random_tile(routed_kind, (gemm1.block_m, gemm1.tail))
     if tuning.one_launch(shape.kind, most, gemm1, gemm2):
-        gemm1 = gemm1._replace(splits=random.choice((1, 2, 4)))
+        whole = [n for n in (2, 4) if shape.H % (n * gemm1.block_k) == 0]
+        gemm1 = gemm1._replace(splits=random.choice((1, *whole)))
     shared = shared if shape.S else (gemm1, gemm1)
     one_launch = tuning.one_launch(shape.kind, most, gemm1, gemm2)
     tiles = LayerTiles(gemm1, gemm2, *shared, overlaps=random.random() < 0.5, one_launch=one_launch)
@@ -229,13 +230,18 @@ def _row(shape: LayerShape) -> Row:
         ("shapes.1.rows.0.gemm1.swap", 1, r"gemm1.swap: expected true or false, got 1"),
         ("shapes.1.rows.0.gemm1.tail", 128, r"gemm1.tail: expected less than block_m, \d+, got 128"),
         ("shapes.1.rows.0.gemm2.tail", 8, r"gemm2.tail: expected that of gemm1, 0, got 8"),
+        ("shapes.1.rows.0.gemm1.splits", 2, r"gemm1.splits: expected 1, or a number of parts of H=96 that are mult"),
         ("shapes.1.rows.0.gemm1.splits", 3, r"gemm1.splits: expected a power of two, got 3"),
         (
             "shapes.1.rows.0.gemm2.splits",
             2,
-            r"gemm2.splits: expected 1, since programs share tiles of gemm1 alone, got 2",
+            r"gemm2.splits: expected 1, since tiles of gemm1 alone are split, got 2",
         ),
-        ("shapes.1.rows.0.shared_gemm1.splits", 2, r"shared_gemm1.splits: expected 1, since programs share tiles of g"),
+        (
+            "shapes.1.rows.0.shared_gemm1.splits",
+            2,
+            r"shared_gemm1.splits: expected 1, since tiles of gemm1 alone are split",
+        ),
         ("shapes.1.rows.0.gemm1.swop", True, r"gemm1.swop: expected no field but block_m"),
         ("shapes.1.rows.0.gemm2.block_m", 32, r"gemm2.block_m: expected that of gemm1, 16, got 32"),
         ("shapes.1.rows.0.gemm2.persistent", True, r"gemm2.block_m: expected 128, since it is persistent, got 16"),

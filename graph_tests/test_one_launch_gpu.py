@@ -122,7 +122,7 @@ def test_calls_on_two_streams_at_once_have_those_bits(block) -> None:
     assert all(torch.equal(out, want) for out, want in found)
 
 
-SHARED = Tile(16, 32, 128, 4, 3, swap=True, splits=4), Tile(16, 64, 128, 4, 3, swap=True)
+SPLIT = Tile(16, 32, 128, 4, 3, swap=True, splits=4), Tile(16, 64, 128, 4, 3, swap=True)
 
 
 @pytest.mark.parametrize("format", [None, "fp8_block", "int4", "nvfp4"])
@@ -130,7 +130,7 @@ def test_programs_that_share_tiles_leave_the_same_bits_whoever_is_last(format) -
     """In each schedule, in calls at once on two streams, and in replays under delays."""
     config = MoEConfig(top_k=6, score="softmax")
     routing = {"way": "topk_ids", "config": config, "dtype": torch.bfloat16, "shared_gate": True, "device": "cuda"}
-    with with_tiles(gemm1=SHARED[0], gemm2=SHARED[1], one_launch=True):
+    with with_tiles(gemm1=SPLIT[0], gemm2=SPLIT[1], one_launch=True):
         for T in (1, 3, 16):
             x, args = make_layer(T, valid_tokens=max(1, T - 2), **routing, **WIDE)
             args = quantized(args, format, format)

@@ -127,7 +127,7 @@ def test_one_call_of_a_quantised_layer_prepares_all_sizes(recorder, schedule, fo
 
 @pytest.mark.parametrize("format", [None, "fp8_block", "fp8_channel", "int4"])
 @pytest.mark.parametrize("schedule", ["serial", "dual", "fused"])
-def test_one_call_prepares_shared_tiles_and_persistent_products_of_a_table(recorder, schedule, format) -> None:
+def test_one_call_prepares_split_tiles_and_persistent_products_of_a_table(recorder, schedule, format) -> None:
     """Of one whose H has whole parts, and of one whose H has none."""
     few = Tile(16, 32, 128, 4, 3, swap=True)
     many, persistent = Tile(64, 64, 128, 4, 3, swap=True), Tile(64, 128, 128, 4, 3, swap=True, persistent=True)

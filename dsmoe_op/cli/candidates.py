@@ -192,7 +192,7 @@ def choices(shape: Shape, T: int, best: LayerTiles) -> tuple[Choice, ...]:
     together = _TOGETHER[product_kind(kind, "gemm1")] if one_launch else ()
     pairs = [(best.gemm1, best.gemm2), *together]
     if one_launch:
-        pairs += [(shared, gemm2) for gemm1, gemm2 in pairs[:2] for shared in _shared(gemm1, shape, T)]
+        pairs += [(split, gemm2) for gemm1, gemm2 in pairs[:2] for split in _split(gemm1, shape, T)]
     overlaps = (False, True) if T <= OVERLAPPING_UP_TO else (False,)
     found = [
         Choice(best._replace(gemm1=gemm1, gemm2=gemm2, overlaps=o, one_launch=one_launch), schedule)
@@ -219,8 +219,8 @@ def _beside(best: LayerTiles) -> Iterator[LayerTiles]:
         yield smaller._replace(gemm2=Tile(best.gemm2.block_m, 128, 64, 4, 3, tma=True, least_m=16))
 
 
-def _shared(gemm1: Tile, shape: Shape, T: int) -> Iterator[Tile]:
-    """The tile shared by more and more programs, as long as a GPU has room for them all at once."""
+def _split(gemm1: Tile, shape: Shape, T: int) -> Iterator[Tile]:
+    """The tile split among more and more programs, as long as a GPU has room for them all at once."""
     programs = min(shape.E, T * shape.K) * -(-shape.I // gemm1.block_n)
     while programs < _AT_ONCE and gemm1.splits < _MOST_SPLITS and shape.H % (2 * gemm1.splits * gemm1.block_k) == 0:
         gemm1 = gemm1._replace(splits=2 * gemm1.splits)

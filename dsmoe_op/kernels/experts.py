@@ -7,9 +7,9 @@ Programs by ascending number:
 The shared expert's are there where it is fused, the sums where the launch ends the layer. A program of GEMM 1 arrives
 at its block's counter; one of GEMM 2 waits there for all columns of its block, and arrives at its column's; the sums of
 some tokens in a column wait for all blocks of it. So each waits for programs of lower numbers alone (`arrivals.py`).
-Where there are few tiles of GEMM 1, several programs may share one (`split.py`); they all arrive at the block's.
+Where there are few tiles of GEMM 1, several programs may split one (`split.py`); all arrive at its block's counter.
 Different blocks' products, and the sums of the first columns, run side by side where launches would wait for the last
-program. The tiles, and thereby the bits, are those of `gemm1` (where none is shared), `gemm2` and `finalize`.
+program. The tiles, and thereby the bits, are those of `gemm1` (where none is split), `gemm2` and `finalize`.
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ from dsmoe_op.tuning import Tile, one_launch
 
 
 def num_arrivals(num_blocks: int, T: int, H: int, I: int, S: int, tiles: tuple[Tile, Tile]) -> int:
-    """Counters of a launch: of the shared and routed blocks, of the columns of GEMM 2, and of GEMM 1's shared tiles."""
+    """Counters of a launch: of the shared and routed blocks, of the columns of GEMM 2, and of GEMM 1's split tiles."""
     one, two = tiles
     row_blocks = triton.cdiv(T, one.block_m)
-    shared_tiles = num_blocks * triton.cdiv(I, one.block_n) + row_blocks * triton.cdiv(S, one.block_n)
-    return num_blocks + row_blocks + triton.cdiv(H, two.block_n) + (shared_tiles if one.splits > 1 else 0)
+    split_tiles = num_blocks * triton.cdiv(I, one.block_n) + row_blocks * triton.cdiv(S, one.block_n)
+    return num_blocks + row_blocks + triton.cdiv(H, two.block_n) + (split_tiles if one.splits > 1 else 0)
 
 
 def num_parts(T: int, K: int, I: int, S: int, gated: bool, gemm1: Tile) -> int:
-    """float32 numbers that the programs of shared tiles leave for one another."""
+    """float32 numbers that the programs of split tiles leave for one another."""
     return gemm1.splits * (1 + gated) * T * (K * I + S) if gemm1.splits > 1 else 0
 
 
@@ -82,7 +82,7 @@ def experts(
         shared_TH: written with shared_w13, else read for out, if there is a shared expert; [T, H] contiguous.
         coded, shared_coded: what belongs to w13 and w2, and to the shared expert's, where they are quantised; of one
             format where both are given.
-        parts: float32, at least `num_parts`; for tiles that are shared. What it holds before and after means nothing.
+        parts: float32, at least `num_parts`; for tiles that are split. What it holds before and after means nothing.
 
     The others, and what is done with them, as in `gemm1`, `gemm2` and `finalize`.
     """
@@ -300,7 +300,7 @@ def _experts(
     FUSED: tl.constexpr = shared_w13_ptr is not None
     ZEROS: tl.constexpr = num_valid_ptr is not None
     program = tl.program_id(0)
-    # A counter for each block, the shared expert's first, one for each column, and one for each tile that is shared.
+    # A counter for each block, the shared expert's first, one for each column, and one for each tile that is split.
     routed1 = row_blocks * SHARED_COLUMNS1
     tiles1 = routed1 + num_blocks * COLUMNS1
     gemm2 = tiles1 * SPLITS

@@ -201,9 +201,12 @@ class _Reader:
         one = one_launch(shape.kind, most, gemm1, gemm2)
         if not one and gemm1.splits > 1:
             self.refuse(f"{at}.gemm1.splits", "1, since the products are not one launch", gemm1.splits)
+        if shape.H % (gemm1.splits * gemm1.block_k) and gemm1.splits > 1:
+            accepted = f"1, or a number of parts of H={shape.H} that are multiples of block_k"
+            self.refuse(f"{at}.gemm1.splits", accepted, gemm1.splits)
         for name in tiles.keys() - {"gemm1"}:
             if tiles[name].splits > 1:
-                self.refuse(f"{at}.{name}.splits", "1, since programs share tiles of gemm1 alone", tiles[name].splits)
+                self.refuse(f"{at}.{name}.splits", "1, since tiles of gemm1 alone are split", tiles[name].splits)
         return Row(
             tokens=tokens,
             choice=Choice(LayerTiles(gemm1, gemm2, shared[0], shared[1], overlaps, one), schedule),
