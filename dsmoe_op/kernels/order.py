@@ -294,7 +294,7 @@ def order_all(
             row_N += ((expert < experts_N) | earlier_N).to(tl.int32)
             index_N += earlier_N.to(tl.int32)
             count_N += same_N.to(tl.int32)
-            first_E += (expert < e_E).to(tl.int32)
+            first_E -= (expert - e_E) >> 31  # -1 where it is lower
         first += K
     has_row_N = experts_N < E
     num_rows = tl.sum(has_row_N.to(tl.int32))

@@ -269,8 +269,8 @@ def _launch(
         # As many loads at once as registers allow.
         "COUNT_ROWS": max(2, min(8, 1024 * num_warps // E_pad)),
         "num_warps": num_warps,
-        # Where few programs run, the compiler may hold every load under way in registers, and does once it is told so.
-        "maxnreg": 255 if block.whole else None,
+        # All of the registers: else the compiler lets some loads wait for others, or spills at many experts.
+        "maxnreg": 255 if block.whole or E_pad > 512 else None,
     }
     launch(_route, (programs,), tuple(args.get(name, other) for name, other in _ARGUMENTS), meta, warmup=warmup)
 
