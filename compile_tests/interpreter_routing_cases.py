@@ -431,6 +431,44 @@ def test_zero_counters_zeroes_what_an_order_needs_so(T):
     assert rows.counters.tolist() == [0] * zeros + [GARBAGE] * (len(rows.counters) - zeros)
 
 
+@pytest.mark.parametrize(
+    ("E", "knobs"),
+    [
+        (128, {"top_k": 1}),
+        (150, {"top_k": 5, "score": "softmax", "normalize": "sum"}),
+        (256, {"top_k": 8, "n_group": 8, "topk_group": 4, "routed_scaling_factor": 2.5}),
+        (160, {"top_k": 6, "score": "softmax", "n_group": 8, "topk_group": 3, "group_score": "max"}),
+        (300, {"top_k": 8, "n_group": 2, "topk_group": 1, "group_mask": "zero", "weights_from": "topk_softmax"}),
+        (384, {"top_k": 8, "n_group": 1, "topk_group": 1, "normalize": "sum_eps"}),
+        (420, {"top_k": 16, "n_group": 3, "topk_group": 3, "weights_from": "topk_sigmoid", "choice_on": "logit"}),
+        (512, {"top_k": 10, "score": "softmax", "choice_on": "logit", "weights_from": "topk_softmax"}),
+        (1024, {"top_k": 9, "score": "sqrtsoftplus", "num_zero_experts": 4}),
+    ],
+)
+@pytest.mark.parametrize("T", [1, 2])
+def test_warps_that_share_a_token_choose_as_one_does(rng, E, knobs, T):
+    """And as the reference, with ties and rows of bad logits; all slots of a call are ordered by the same launch."""
+    config, Z = MoEConfig(**knobs), knobs.get("num_zero_experts", 0)
+    bias = randn(rng, E + Z)
+    logits = randn(rng, 3, T, E + Z)
+    ties = torch.randint(-1, 2, (1, T, E + Z), generator=rng).float()
+    bad = spread(rng, T, E + Z, 0, 5)[None]
+    bad[0, 0, ::3], bad[0, 0, 5], bad[0, -1, 40:] = NAN, INF, -INF
+    for given, b in [(logits, bias), (logits, None), (ties, None), (bad, None)]:
+        want = choose(given, config, b)
+        rows = empty_rows(T, config.top_k, E, 16)
+        rows.counters.zero_()
+        got = choose(given, config, b, rows=rows)
+        assert all(map(torch.equal, got, want))
+        check_rows(rows, sort_oracle(*got, None, T, E, Z))
+        if given is not bad:
+            total = given[0] if len(given) == 1 else given[0] + given[1] + given[2]
+            clear = clear_rows(total, config, b) if given is logits else torch.ones(T, dtype=torch.bool)
+            want_ids, want_weights = reference.route(total.to(FP64), config, correction_bias=b)
+            assert got[0][clear].tolist() == want_ids[clear].tolist()
+            torch.testing.assert_close(got[1][clear].to(FP64), want_weights[clear].to(FP64), rtol=1e-6, atol=1e-6)
+
+
 @pytest.mark.parametrize("tokens", [1, 3])
 @pytest.mark.parametrize(
     ("T", "chunk"),

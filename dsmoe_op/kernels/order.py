@@ -1,9 +1,11 @@
 """Order of the experts' rows: expert after expert, inside an expert by flat index t*K+k. route.py launches it.
 
-A counting sort. The slots lie in chunks; the slots of each expert in each chunk are counted first, by other programs,
-and also in each 16 chunks together. A chunk's program adds up the counts of all these sixteens, and those of the chunks
-before it in its own, to know where the rows of its slots begin: some 50 rows of counts, not hundreds. A single chunk
-counts for itself. Sums of integers alone, so the result does not depend on timing.
+Up to 32 slots are compared with each other, by one program: its time depends on the slots, not on the experts.
+
+More take a counting sort. The slots lie in chunks; the slots of each expert in each chunk are counted first, by other
+programs, and also in each 16 chunks together. A chunk's program adds up the counts of all these sixteens, and those of
+the chunks before it in its own, to know where the rows of its slots begin: some 50 rows of counts, not hundreds. A
+single chunk counts for itself. Sums of integers alone, so the result does not depend on timing.
 """
 
 from __future__ import annotations
@@ -169,9 +171,160 @@ def count_chunk(
 
 
 @triton.jit
+def _write_rest(
+    first, by, num_rows, num_slots, blocks_ptr, num_blocks, first_block, log_block_m, BLOCK: tl.constexpr
+):  # fmt: skip
+    """Blocks of no expert, whose rows follow the experts', then empty ones: those from `first` on, BLOCK of every `by`.
+
+    Args:
+        first_block: the first one of all.
+    """
+    block_m = 1 << log_block_m
+    while first < num_blocks:
+        block_N = first + tl.arange(0, BLOCK)
+        row_N = tl.minimum(num_rows + ((block_N - first_block) << log_block_m), num_slots)
+        in_blocks_N = block_N < num_blocks
+        tl.store(blocks_ptr + block_N, tl.full([BLOCK], -1, tl.int32), mask=in_blocks_N)
+        tl.store(blocks_ptr + num_blocks + block_N, row_N, mask=in_blocks_N)
+        tl.store(blocks_ptr + 2 * num_blocks + block_N, tl.minimum(row_N + block_m, num_slots), mask=in_blocks_N)
+        first += by
+
+
+@triton.jit
+def _write_slots(
+    n_N,
+    end,
+    ids_N,
+    has_row_N,
+    rows_N,
+    weights_ptr,
+    weight_stride_t,
+    weight_stride_k,
+    sorted_slot_ptr,
+    row_of_ptr,
+    ids_out_ptr,
+    weights_out_ptr,
+    K: tl.constexpr,
+    E_ROUTING: tl.constexpr,
+    Z: tl.constexpr,
+):
+    """What is written of each slot before `end`."""
+    inside_N = n_N < end
+    tl.store(sorted_slot_ptr + rows_N, n_N, mask=has_row_N)
+    tl.store(row_of_ptr + n_N, tl.where(has_row_N, rows_N, -1), mask=inside_N)
+    if ids_out_ptr is not None:
+        counts_N = has_row_N | ((ids_N >= E_ROUTING) & (ids_N < E_ROUTING + Z))
+        tl.store(ids_out_ptr + n_N, tl.where(counts_N, ids_N, -1).to(tl.int32), mask=inside_N)
+        weights_ptrs = weights_ptr + (n_N // K).to(tl.int64) * weight_stride_t + n_N % K * weight_stride_k
+        weights_N = tl.load(weights_ptrs, mask=counts_N & inside_N, other=0.0).to(tl.float32)
+        tl.store(weights_out_ptr + n_N, weights_N, mask=inside_N)
+
+
+@triton.jit
+def _bits(x):
+    """How many bits of each uint32 are 1."""
+    x -= (x >> 1) & 0x55555555
+    x = (x & 0x33333333) + ((x >> 2) & 0x33333333)
+    x = (x + (x >> 4)) & 0x0F0F0F0F
+    return ((x * 0x01010101) >> 24).to(tl.int32)
+
+
+@triton.jit
+def order_all(
+    experts_P,
+    num_slots,
+    ids_ptr,
+    id_stride_t,
+    id_stride_k,
+    weights_ptr,
+    weight_stride_t,
+    weight_stride_k,
+    map_ptr,
+    num_valid_ptr,
+    offsets_ptr,
+    sorted_slot_ptr,
+    row_of_ptr,
+    blocks_ptr,
+    num_blocks,
+    log_block_m,
+    tail,
+    ids_out_ptr,
+    weights_out_ptr,
+    K: tl.constexpr,
+    TOKENS: tl.constexpr,
+    E: tl.constexpr,
+    E_PAD: tl.constexpr,
+    E_ROUTING: tl.constexpr,
+    Z: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Places all slots, at most BLOCK <= 32, and writes the offsets and the blocks.
+
+    Args:
+        experts_P: what `choose_tokens` returned to this program, those of all slots where there is one token; BLOCK
+            of them where a program has one. None where another launch has made the ids.
+    """
+    n_N = tl.arange(0, BLOCK)
+    e_E = tl.arange(0, E_PAD)
+    at_hand: tl.constexpr = experts_P is not None and TOKENS == 1
+    ids_N = tl.full([BLOCK], -1, tl.int64)
+    if at_hand:
+        experts_N = experts_P
+    else:
+        experts_N = tl.full([BLOCK], E, tl.int32)
+    if not at_hand or num_slots > K:
+        num_valid = num_slots
+        if num_valid_ptr is not None:
+            num_valid = tl.load(num_valid_ptr)
+        tl.debug_barrier()
+        ids_N = _ids(n_N, num_slots, ids_ptr, id_stride_t, id_stride_k, K)
+        ids_N, experts_N = _experts(ids_N, n_N, num_slots, map_ptr, num_valid, K, E, E_ROUTING)
+
+    # Each slot and each expert look at one slot after the other.
+    row_N = tl.zeros([BLOCK], tl.int32)  # slots that come before: of lower experts, or equal ones and earlier
+    index_N = tl.zeros([BLOCK], tl.int32)  # those of equal experts alone
+    count_N = tl.zeros([BLOCK], tl.int32)  # slots of the expert
+    first_E = tl.zeros([E_PAD], tl.int32)
+    first = 0
+    while first < num_slots:
+        for k in tl.static_range(K):
+            expert = tl.max(tl.where(n_N == first + k, experts_N, -1))
+            same_N = experts_N == expert
+            earlier_N = same_N & (first + k < n_N)
+            row_N += ((expert < experts_N) | earlier_N).to(tl.int32)
+            index_N += earlier_N.to(tl.int32)
+            count_N += same_N.to(tl.int32)
+            first_E -= (expert - e_E) >> 31  # -1 where it is lower
+        first += K
+    has_row_N = experts_N < E
+    num_rows = tl.sum(has_row_N.to(tl.int32))
+    tl.store(offsets_ptr + e_E, first_E, mask=e_E < E)
+    tl.store(offsets_ptr + E, num_rows)
+    _write_slots(
+        n_N, num_slots, ids_N, has_row_N, row_N, weights_ptr, weight_stride_t, weight_stride_k, sorted_slot_ptr,
+        row_of_ptr, ids_out_ptr, weights_out_ptr, K, E_ROUTING, Z,
+    )  # fmt: skip
+
+    # A slot begins a block, whose number is how many of them begin in lower rows: a bit for each row.
+    block_m = 1 << log_block_m
+    begins_N = has_row_N & (index_N & (block_m - 1) == 0) & ((index_N == 0) | (index_N < count_N - tail))
+    bit_N = tl.full([BLOCK], 1, tl.uint32) << row_N.to(tl.uint32)
+    begin_bits = tl.sum(tl.where(begins_N, bit_N, 0))
+    lower_bits_N = begin_bits & (bit_N - 1)
+    block_N = _bits(lower_bits_N)
+    blocks = _bits(begin_bits)
+    block_ptrs = blocks_ptr + block_N
+    tl.store(block_ptrs, experts_N, mask=begins_N)
+    tl.store(block_ptrs + num_blocks, row_N, mask=begins_N)
+    # One block's rows follow on another's, so each ends where the next one begins.
+    tl.store(block_ptrs + 2 * num_blocks - 1, row_N, mask=begins_N & (lower_bits_N != 0))
+    tl.store(blocks_ptr + 2 * num_blocks + blocks - 1, num_rows, mask=begin_bits != 0)
+    _write_rest(blocks, BLOCK, num_rows, num_slots, blocks_ptr, num_blocks, blocks, log_block_m, BLOCK)
+
+
+@triton.jit
 def order_chunk(
     index,
-    experts_P,
     log_chunk,
     num_chunks,
     num_slots,
@@ -185,9 +338,6 @@ def order_chunk(
     num_valid_ptr,
     counters_ptr,
     offsets_ptr,
-    taken_ptr,
-    arrivals_ptr,
-    num_arrivals,
     sorted_slot_ptr,
     row_of_ptr,
     blocks_ptr,
@@ -197,8 +347,6 @@ def order_chunk(
     ids_out_ptr,
     weights_out_ptr,
     K: tl.constexpr,
-    K_PAD: tl.constexpr,
-    TOKENS: tl.constexpr,
     E: tl.constexpr,
     E_PAD: tl.constexpr,
     E_ROUTING: tl.constexpr,
@@ -206,12 +354,7 @@ def order_chunk(
     BLOCK: tl.constexpr,
     COUNT_ROWS: tl.constexpr,
 ):
-    """Places the slots of chunk `index`, and writes its share of the offsets and the blocks.
-
-    Args:
-        experts_P: what `choose_tokens` returned to this program: those of all slots where there is one token. None
-            where another launch has made the ids.
-    """
+    """Places the slots of chunk `index`, and writes its share of the offsets and the blocks."""
     num_valid = num_slots
     if num_valid_ptr is not None:
         num_valid = tl.load(num_valid_ptr)
@@ -222,10 +365,6 @@ def order_chunk(
     n_N = start + b_N
     ids_N = _ids(n_N, end, ids_ptr, id_stride_t, id_stride_k, K)
     ids_N, experts_N = _experts(ids_N, n_N, end, map_ptr, num_valid, K, E, E_ROUTING)
-    if experts_P is not None and TOKENS == 1 and K <= BLOCK:  # noqa: SIM102 (the compiler decides the outer one)
-        if num_slots == K:  # what is at hand saves a trip to memory
-            b_K = tl.minimum(b_N, K_PAD - 1)
-            experts_N = tl.where(b_N < K, tl.gather(experts_P, b_K, 0), E)
 
     # All slots of each expert, and those in earlier chunks.
     before_E = tl.zeros([E_PAD], tl.int32)
@@ -263,11 +402,6 @@ def order_chunk(
     if index == 0:
         tl.store(offsets_ptr + e_E, first_E, mask=e_E < E)
         tl.store(offsets_ptr + E, num_rows)
-        tl.store(taken_ptr, 0)
-    arrival = index * BLOCK
-    while arrival < num_arrivals:
-        tl.store(arrivals_ptr + arrival + b_N, tl.zeros([BLOCK], tl.int32), mask=arrival + b_N < num_arrivals)
-        arrival += num_chunks * BLOCK
     # Blocks: block j of an expert, or of the empty ones, is written by the program j modulo the number of chunks. One
     # block's rows follow on another's, so each ends where the next one begins.
     block_m = 1 << log_block_m
@@ -286,15 +420,10 @@ def order_chunk(
         tl.store(block_ptrs + num_blocks, row_E, mask=has_block_E)
         tl.store(block_ptrs + 2 * num_blocks - 1, row_E, mask=has_block_E & (first_block_E + j > 0))
         j += num_chunks
-    rest = first_rest + index * BLOCK
-    while rest < num_blocks:
-        block_N = rest + b_N
-        row_N = tl.minimum(num_rows + ((block_N - first_rest) << log_block_m), num_slots)
-        in_blocks_N = block_N < num_blocks
-        tl.store(blocks_ptr + block_N, tl.full([BLOCK], -1, tl.int32), mask=in_blocks_N)
-        tl.store(blocks_ptr + num_blocks + block_N, row_N, mask=in_blocks_N)
-        tl.store(blocks_ptr + 2 * num_blocks + block_N, tl.minimum(row_N + block_m, num_slots), mask=in_blocks_N)
-        rest += num_chunks * BLOCK
+    _write_rest(
+        first_rest + index * BLOCK, num_chunks * BLOCK, num_rows, num_slots, blocks_ptr, num_blocks, first_rest,
+        log_block_m, BLOCK,
+    )  # fmt: skip
 
     # Rows: of the slots before a block's, and of those before it in the block.
     row_E = first_E + before_E
@@ -302,18 +431,13 @@ def order_chunk(
         n_N = start + b_N
         start += BLOCK
         next_N = _ids(start + b_N, end, ids_ptr, id_stride_t, id_stride_k, K)  # under way while this block is placed
-        inside_N = n_N < end
         has_row_N = experts_N < E
         earlier_NN = (experts_N[:, None] == experts_N[None, :]) & (b_N[:, None] < b_N[None, :])
         rows_N = tl.gather(row_E, tl.where(has_row_N, experts_N, 0), 0) + tl.sum(earlier_NN.to(tl.int32), axis=0)
-        tl.store(sorted_slot_ptr + rows_N, n_N, mask=has_row_N)
-        tl.store(row_of_ptr + n_N, tl.where(has_row_N, rows_N, -1), mask=inside_N)
-        if ids_out_ptr is not None:
-            counts_N = has_row_N | ((ids_N >= E_ROUTING) & (ids_N < E_ROUTING + Z))
-            tl.store(ids_out_ptr + n_N, tl.where(counts_N, ids_N, -1).to(tl.int32), mask=inside_N)
-            weights_ptrs = weights_ptr + (n_N // K).to(tl.int64) * weight_stride_t + n_N % K * weight_stride_k
-            weights_N = tl.load(weights_ptrs, mask=counts_N & inside_N, other=0.0).to(tl.float32)
-            tl.store(weights_out_ptr + n_N, weights_N, mask=inside_N)
+        _write_slots(
+            n_N, end, ids_N, has_row_N, rows_N, weights_ptr, weight_stride_t, weight_stride_k, sorted_slot_ptr,
+            row_of_ptr, ids_out_ptr, weights_out_ptr, K, E_ROUTING, Z,
+        )  # fmt: skip
         if start < end:
             row_E += _counts(experts_N, E, E_PAD)
         ids_N, experts_N = _experts(next_N, start + b_N, end, map_ptr, num_valid, K, E, E_ROUTING)

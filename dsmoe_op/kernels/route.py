@@ -28,10 +28,21 @@ from dsmoe_op.config import MoEConfig
 from dsmoe_op.kernels.arrivals import wait_for
 from dsmoe_op.kernels.choose import choose_tokens
 from dsmoe_op.kernels.launch import TL_DTYPE, launch, row_stride
-from dsmoe_op.kernels.order import TICKETS, Rows, count_chunk, count_slots, num_chunks, num_zeros, order_chunk, zero
+from dsmoe_op.kernels.order import (
+    TICKETS,
+    Rows,
+    count_chunk,
+    count_slots,
+    num_chunks,
+    num_zeros,
+    order_all,
+    order_chunk,
+    zero,
+)
 from dsmoe_op.kernels.overlap import begin
 from dsmoe_op.tuning import (
     OrderBlock,
+    choice_shares,
     choice_tokens,
     order_block,
     order_variants,
@@ -112,7 +123,7 @@ def choose(
         "MEMBERS": num_logits // groups,
         "MEMBERS_PAD": members_pad,
         "LANES": lanes,
-        "TOPK_GROUP": config.topk_group or 0,
+        "TOPK_GROUP": 0 if config.topk_group == config.n_group else config.topk_group,  # 0: every group stays
         "TOP2_SUM": config.group_score == "top2_sum",
         "LOST": float("-inf") if config.group_mask == "-inf" else 0.0,
         "SCORE": config.score,
@@ -228,11 +239,18 @@ def _launch(
 ) -> None:
     """Args: T: tokens to choose for; 0 for none."""
     E_pad = max(32, triton.next_power_of_2(E))
-    # More than a warp where its registers would not do.
-    widest = max(E_pad, meta.get("GROUPS_PAD", 1) * meta.get("MEMBERS_PAD", 1))
-    num_warps = block.num_warps if widest <= 512 else 4
+    num_warps = block.num_warps
     if T:
-        meta = {**meta, "TOKENS": num_warps * 32 // meta["LANES"]}
+        lanes, groups = meta["LANES"], meta["GROUPS_PAD"]
+        rows = groups * meta["MEMBERS_PAD"] // lanes
+        shares = 1
+        if block.whole:
+            if lanes == 32:
+                shares = choice_shares(rows, groups if meta["TOPK_GROUP"] else None, meta["K"])
+            # More than a warp only where it has shares, or many experts to go through.
+            if shares > 1 or max(E_pad, rows * lanes) <= 128:
+                num_warps = shares
+        meta = {**meta, "TOKENS": num_warps * 32 // lanes // shares, "SHARES": shares}
         tokens = choice_tokens(T, meta["TOKENS"])
         args = {**args, "tokens": tokens, "producers": triton.cdiv(T, tokens)}
     producers, chunks = args["producers"], args.get("num_chunks", 0)
@@ -251,6 +269,8 @@ def _launch(
         # As many loads at once as registers allow.
         "COUNT_ROWS": max(2, min(8, 1024 * num_warps // E_pad)),
         "num_warps": num_warps,
+        # All of the registers: else the compiler lets some loads wait for others, or spills at many experts.
+        "maxnreg": 255 if block.whole or E_pad > 512 else None,
     }
     launch(_route, (programs,), tuple(args.get(name, other) for name, other in _ARGUMENTS), meta, warmup=warmup)
 
@@ -294,8 +314,8 @@ _ARGUMENTS: tuple[tuple[str, int | None], ...] = (
 _NO_CHOICE: dict[str, Any] = dict.fromkeys(
     (
         "SPLITS", "ROUND_TO", "K_PAD", "GROUPS", "GROUPS_PAD", "MEMBERS", "MEMBERS_PAD", "LANES", "TOKENS",
-        "TOPK_GROUP", "TOP2_SUM", "LOST", "SCORE", "CHOICE_ON", "WEIGHTS_FROM", "NORMALIZE", "SCALE", "STEP_DTYPE",
-        "WEIGHT_DTYPE",
+        "SHARES", "TOPK_GROUP", "TOP2_SUM", "LOST", "SCORE", "CHOICE_ON", "WEIGHTS_FROM", "NORMALIZE", "SCALE",
+        "STEP_DTYPE", "WEIGHT_DTYPE",
     )
 )  # fmt: skip
 
@@ -332,6 +352,7 @@ def _zero(counters_ptr, zeros, EARLY: tl.constexpr = False, FOLLOWED: tl.constex
         "map_ptr",
         "ids_ptr",
         "weights_ptr",
+        "offsets_ptr",
         "blocks_ptr",
         "taken_ptr",
         "arrivals_ptr",
@@ -382,6 +403,7 @@ def _route(
     MEMBERS_PAD: tl.constexpr,
     LANES: tl.constexpr,
     TOKENS: tl.constexpr,
+    SHARES: tl.constexpr,
     TOPK_GROUP: tl.constexpr,
     TOP2_SUM: tl.constexpr,
     LOST: tl.constexpr,
@@ -407,6 +429,10 @@ def _route(
     if ORDERS and not WHOLE:  # noqa: SIM102 (the compiler decides the outer one)
         if num_chunks > MOST_WAITING:
             program = tl.atomic_add(counters_ptr + TICKETS, 1, sem="relaxed")
+    if ORDERS:
+        zero(arrivals_ptr, num_arrivals, program, tl.num_programs(0))
+        if program == 0:
+            tl.store(taken_ptr, 0)
     chunk = program - producers  # to be ordered; none where it is negative
     if CHOOSES:
         experts_P = tl.full([TOKENS * K_PAD], E, tl.int32)
@@ -441,6 +467,7 @@ def _route(
                 MEMBERS_PAD,
                 LANES,
                 TOKENS,
+                SHARES,
                 TOPK_GROUP,
                 TOP2_SUM,
                 LOST,
@@ -455,7 +482,7 @@ def _route(
                 E_ROUTING,
                 Z,
             )
-            if ORDERS:  # noqa: SIM102
+            if ORDERS and not WHOLE:  # noqa: SIM102
                 if num_chunks > 1:
                     p_P = tl.arange(0, TOKENS * K_PAD)
                     token_P = first_token + p_P // K_PAD
@@ -489,7 +516,9 @@ def _route(
                 arrived = tl.atomic_add(counters_ptr, 1, sem="acq_rel") + 1
             else:
                 arrived = producers
-            if arrived == producers and num_chunks == 1:
+            if WHOLE:
+                chunk = arrived - producers
+            elif arrived == producers and num_chunks == 1:
                 chunk = 0
     elif ORDERS and not WHOLE:  # noqa: SIM102
         if producers > 0:
@@ -497,41 +526,65 @@ def _route(
 
     if ORDERS:  # noqa: SIM102
         if chunk >= 0:
-            tl.debug_barrier()
-            order_chunk(
-                chunk,
-                experts_P,
-                log_chunk,
-                num_chunks,
-                num_slots,
-                ids_ptr,
-                id_stride_t,
-                id_stride_k,
-                weights_ptr,
-                weight_stride_t,
-                weight_stride_k,
-                map_ptr,
-                num_valid_ptr,
-                counters_ptr,
-                offsets_ptr,
-                taken_ptr,
-                arrivals_ptr,
-                num_arrivals,
-                sorted_slot_ptr,
-                row_of_ptr,
-                blocks_ptr,
-                num_blocks,
-                log_block_m,
-                tail,
-                ids_out_ptr,
-                weights_out_ptr,
-                K,
-                K_PAD,
-                TOKENS,
-                E,
-                E_PAD,
-                E_ROUTING,
-                Z,
-                BLOCK,
-                COUNT_ROWS,
-            )
+            if WHOLE:
+                order_all(
+                    experts_P,
+                    num_slots,
+                    ids_ptr,
+                    id_stride_t,
+                    id_stride_k,
+                    weights_ptr,
+                    weight_stride_t,
+                    weight_stride_k,
+                    map_ptr,
+                    num_valid_ptr,
+                    offsets_ptr,
+                    sorted_slot_ptr,
+                    row_of_ptr,
+                    blocks_ptr,
+                    num_blocks,
+                    log_block_m,
+                    tail,
+                    ids_out_ptr,
+                    weights_out_ptr,
+                    K,
+                    TOKENS,
+                    E,
+                    E_PAD,
+                    E_ROUTING,
+                    Z,
+                    BLOCK,
+                )
+            else:
+                tl.debug_barrier()
+                order_chunk(
+                    chunk,
+                    log_chunk,
+                    num_chunks,
+                    num_slots,
+                    ids_ptr,
+                    id_stride_t,
+                    id_stride_k,
+                    weights_ptr,
+                    weight_stride_t,
+                    weight_stride_k,
+                    map_ptr,
+                    num_valid_ptr,
+                    counters_ptr,
+                    offsets_ptr,
+                    sorted_slot_ptr,
+                    row_of_ptr,
+                    blocks_ptr,
+                    num_blocks,
+                    log_block_m,
+                    tail,
+                    ids_out_ptr,
+                    weights_out_ptr,
+                    K,
+                    E,
+                    E_PAD,
+                    E_ROUTING,
+                    Z,
+                    BLOCK,
+                    COUNT_ROWS,
+                )

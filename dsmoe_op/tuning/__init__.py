@@ -170,7 +170,10 @@ _SPLITS = (1, 4, 16)
 _CHOICE_APART = 128
 """Tokens that are chosen for in a program each: about as many as multiprocessors, for each to load its own."""
 
-_ORDER: tuple[tuple[float, OrderBlock], ...] = ((32, OrderBlock(32, 1, whole=True)), (ALL, OrderBlock(128, 4)))
+_CHOICE_SHARES = 4
+"""Warps for one token's choice at most: more would have more picks to compare than they save in reading."""
+
+_ORDER: tuple[tuple[float, OrderBlock], ...] = ((32, OrderBlock(32, 4, whole=True)), (ALL, OrderBlock(128, 4)))
 """(most slots, block)"""
 _ORDER_ONE_CHUNK, _ORDER_LEAST = 256, 128
 
@@ -342,6 +345,19 @@ def splits_variants(most_splits: int) -> tuple[int, ...]:
 def choice_tokens(T: int, most: int) -> int:
     """Tokens that one program chooses for, side by side; at most `most`."""
     return 1 if T <= _CHOICE_APART else most
+
+
+def choice_shares(rows: int, groups: int | None, top_k: int) -> int:
+    """Warps that share a token where few slots are all of a call, a power of two.
+
+    Args:
+        rows: of 32 logits that a token has; a share is two at least.
+        groups: of experts, of which some are chosen, and a warp has whole ones; None where all stay.
+        top_k: picks of each share, which are written out one by one and take long to compile.
+    """
+    if top_k > 16 or (groups is not None and groups > 32):  # a warp compares 32 groups at once
+        return 1
+    return max(1, min(_CHOICE_SHARES, rows // 2, rows if groups is None else groups))
 
 
 def order_block(num_slots: int) -> OrderBlock:
