@@ -186,7 +186,7 @@ def test_candidates_for_quantised_products_use_the_matrix_units_and_fit(compiled
     for kernel in compiled:
         unit = "wgmma" if kind == "fp8" or least_side(kernel) >= 64 else "mma"
         assert matrix_instructions(kernel) == {"wgmma e4m3" if kind == "fp8" else f"{unit} bf16"}
-        if kind == "fp8":
+        if kind == "fp8" and kernel.metadata.name != "_persistent_gemm2":  # whose steps a test of its own looks at
             check_fp8_steps(kernel)
     check_resources(compiled, tmp_path)
 
