@@ -7,18 +7,35 @@ import datetime
 import importlib.metadata
 import itertools
 import json
+import os
 import pathlib
 import random
 import shutil
+import subprocess
+import sys
+import tempfile
 import zlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
+from typing import NamedTuple
 from xml.etree import ElementTree
 
 import pytest
 import torch
 
 _SHOWN, _SUMMED = pytest.StashKey[bool](), pytest.StashKey[bool]()
+
+
+class Running(NamedTuple):
+    """A file of cases in Triton's interpreter."""
+
+    process: subprocess.Popen[bytes]
+    output: pathlib.Path
+    report: pathlib.Path
+    """JUnit's XML, when the process has ended."""
+
+
+_RUNNING = pytest.StashKey[dict[pathlib.Path, Running]]()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -45,6 +62,59 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_report_header(config: pytest.Config) -> str | None:
     shown, config.stash[_SHOWN] = config.stash.get(_SHOWN, False), True
     return None if shown else f"random inputs: --seed {config.option.seed}"
+
+
+# --- cases in Triton's interpreter ------------------------------------------------------------------------------------
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Files that tests are marked with, `interpreted(file)`, begin to run beside the tests before these.
+
+    pytest-xdist's processes leave that to the one that has such a test.
+    """
+    if session.config.option.collectonly or "PYTEST_XDIST_WORKER" in os.environ:
+        return
+    for item in session.items:
+        for mark in item.iter_markers("interpreted"):
+            _interpret(session.config, *mark.args)
+
+
+@pytest.fixture
+def interpreted(request: pytest.FixtureRequest) -> Callable[[pathlib.Path], Running]:
+    """Waits for the cases of a file."""
+
+    def ended(file: pathlib.Path) -> Running:
+        running = _interpret(request.config, file)
+        running.process.wait()
+        return running
+
+    return ended
+
+
+def _interpret(config: pytest.Config, file: pathlib.Path) -> Running:
+    """Starts it, once a run, in a process of its own: Triton decides when it is imported whether it interprets."""
+    all_running = config.stash.setdefault(_RUNNING, {})
+    if file not in all_running:
+        folder = pathlib.Path(tempfile.mkdtemp(prefix="interpreted_"))
+        output, report = folder / "output.txt", folder / "report.xml"
+        env = os.environ | {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+        command = [sys.executable, "-m", "pytest", str(file), "-p", "no:cacheprovider", "-p", "no:xdist"]
+        command += [f"--junitxml={report}", f"--seed={config.option.seed}"]
+        with output.open("w") as to:
+            process = subprocess.Popen(command, env=env, cwd=file.parents[1], stdout=to, stderr=subprocess.STDOUT)
+        os.setpriority(os.PRIO_PROCESS, process.pid, 10)  # what runs beside it may have limits of time
+        all_running[file] = Running(process, output, report)
+
+        def end() -> None:
+            process.kill()
+            process.wait()
+            shutil.rmtree(folder)
+
+        config.add_cleanup(end)
+    return all_running[file]
+
+
+# --- counts -----------------------------------------------------------------------------------------------------------
 
 
 _COUNTED = "counted"
