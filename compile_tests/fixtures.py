@@ -67,8 +67,13 @@ def pytest_report_header(config: pytest.Config) -> str | None:
 # --- cases in Triton's interpreter ------------------------------------------------------------------------------------
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Tests that are marked with `interpreted(file)` come last, since the files take long."""
+    items.sort(key=lambda item: item.get_closest_marker("interpreted") is not None)
+
+
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """Files that tests are marked with, `interpreted(file)`, begin to run beside the tests before these.
+    """The files of these marks begin to run beside the tests before these.
 
     pytest-xdist's processes leave that to the one that has such a test.
     """
