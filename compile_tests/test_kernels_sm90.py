@@ -585,7 +585,7 @@ def test_atomics_are_of_integers_alone(compiled):
         assert not any(re.search(r"\.b?f(16|32|64)", name) for name in found)
 
 
-KINDS = ("16bit", "tf32", "fp32", "fp8", "4bit", "fp32_4bit", "4bit+16bit", "16bit+fp8")
+KINDS = sorted(tuning.tables.KINDS)
 
 
 def test_tables_end_without_a_limit_and_ascend():

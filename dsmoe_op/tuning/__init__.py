@@ -288,7 +288,7 @@ def layer_variants(kind: str) -> tuple[LayerTiles, ...]:
 
     def variants(routed: Sequence[Routed], most: float, *, overlaps: bool, one: bool) -> list[LayerTiles]:
         tables = [_SHARED[kernel, shared_kind or kind] for kernel in ("gemm1", "gemm2")]
-        shared = ([tile for limit, tiles in table if limit <= most for tile in tiles] for table in tables)
+        shared = (_up_to(most, table) for table in tables)
         return _side_by_side(routed, *shared, overlaps=overlaps, one=one)
 
     found = variants(routed, ALL, overlaps=False, one=False)
@@ -296,6 +296,12 @@ def layer_variants(kind: str) -> tuple[LayerTiles, ...]:
         found += variants(few, ONE_LAUNCH_TOKENS, overlaps=False, one=True)
         found += variants(few[:1], OVERLAPPING_SLOTS, overlaps=True, one=True)
     return tuple(found)
+
+
+def _up_to(most: float, table: tuple[tuple[float, tuple[Tile, ...]], ...]) -> list[Tile]:
+    """The tiles of the entries that some T up to `most` falls into."""
+    ends = (0.0, *(limit for limit, _ in table))
+    return [tile for end, (_, tiles) in zip(ends, table, strict=False) if end < most for tile in tiles]
 
 
 def _side_by_side(
