@@ -516,19 +516,17 @@ def rows_product(
                 weight_on_input_ptr is not None, BLOCK_M, BLOCK_N, BLOCK_K, SWAP, PRECISION, FORM, INTERPRET, STAGES,
                 split, SPLITS,
             )  # fmt: skip
-        if SPLITS == 1:
-            out_MN = ended(sum, bias_ptr, column, COLUMNS, ACTIVATION, ORDER, CLAMP, CLAMP_AFTER, BLOCK_N, SWAP)
-            store(out_MN, out_ptr, gate_ptr, rows_M, in_M, out_end, column, COLUMNS, ZEROS)
-        else:
+        is_whole = True
+        if SPLITS > 1:
             row_N, in_N = weight_rows(
                 column, COLUMNS, BLOCK_N, 2 * BLOCK_N if GATED else BLOCK_N, GATED and ORDER == "interleaved"
             )
-            sum, is_last = whole_sum(
+            sum, is_whole = whole_sum(
                 sum, split, parts, rows_M, in_M, row_N, in_N, 2 * COLUMNS if GATED else COLUMNS, SWAP, SPLITS
             )
-            if is_last:
-                out_MN = ended(sum, bias_ptr, column, COLUMNS, ACTIVATION, ORDER, CLAMP, CLAMP_AFTER, BLOCK_N, SWAP)
-                store(out_MN, out_ptr, gate_ptr, rows_M, in_M, out_end, column, COLUMNS, ZEROS)
+        if is_whole:
+            out_MN = ended(sum, bias_ptr, column, COLUMNS, ACTIVATION, ORDER, CLAMP, CLAMP_AFTER, BLOCK_N, SWAP)
+            store(out_MN, out_ptr, gate_ptr, rows_M, in_M, out_end, column, COLUMNS, ZEROS)
         if TAIL > 0:
             out_TN = ended(tail, bias_ptr, column, COLUMNS, ACTIVATION, ORDER, CLAMP, CLAMP_AFTER, BLOCK_N, False)
             store(out_TN, out_ptr, gate_ptr, rows_T, in_T, out_end, column, COLUMNS, ZEROS)
