@@ -318,8 +318,7 @@ def quantize(
 
     Scales are as large as the largest number needs; those of mxfp4 are the powers of two of its specification, which
     cut off the largest numbers by up to a quarter; those of int4 are bfloat16 where w is, else
-    float32. Weights that share a scale with
-    one that is not finite become NaN.
+    float32. Weights that share a scale with one that is not finite become NaN.
 
     Args:
         halves, interleaved: as in `dequantize`. Gate and up rows never share a scale, but for those of an fp8_block
