@@ -127,7 +127,8 @@ def test_quantised_products_use_the_matrix_units_and_fit(compiled, tmp_path, nam
                 kernels.quantize_rows(layer.tensor(T * K, I), *h_codes.values(), rows.offsets, of_h=True, warmup=True)
                 kernels.gemm2(
                     tile=tiles.gemm2, w2=w2["q"], coded=w2["coded"], h_NI=layer.tensor(T * K, I),
-                    y_NH=layer.tensor(T * K, H), blocks=rows.blocks_3B, **h_codes, **common,
+                    y_NH=layer.tensor(T * K, H), blocks=rows.blocks_3B, offsets=rows.offsets, taken=rows.taken,
+                    **h_codes, **common,
                 )  # fmt: skip
             kernels.gemm1(layer.x, tile=tiles.shared_gemm1, **shared1, **codes, **common)
             if codes:  # what is made of x itself, where routing weights come first
@@ -150,7 +151,7 @@ def test_quantised_products_use_the_matrix_units_and_fit(compiled, tmp_path, nam
     kernels.compile_together(launch)
     assert compiled
     for kernel in compiled:
-        if not kernel.metadata.name.startswith("_quantize"):
+        if not kernel.metadata.name.startswith(("_quantize", "_persistent")):  # that has a test of its own
             unit = "wgmma" if least_side(kernel) >= 64 else "mma"
             assert matrix_instructions(kernel) == {"wgmma e4m3" if kind == "fp8" else f"{unit} bf16"}
             if kind == "fp8":
@@ -319,7 +320,7 @@ def tiles_of_one_launch() -> list[tuple[Tile, Tile]]:
     rows = [row for (shape, _), row in table.rows.items() if shape.kind == "16bit"]
     chosen = (*tuning.layer_variants("16bit"), *(row.choice.tiles for row in rows))
     pairs = list(dict.fromkeys(tiles[:2] for tiles in chosen if tiles.one_launch))
-    return [*pairs, (pairs[0][0]._replace(splits=4), pairs[0][1])]
+    return [*pairs, *((one._replace(splits=4), two) for one, two in (tuning._NARROW["16bit"], pairs[0]))]
 
 
 @pytest.mark.parametrize(("form", "ends"), [("routed", False), ("fused", True)])
@@ -331,7 +332,7 @@ def test_the_one_launch_fits_on_the_matrix_unit(compiled, tmp_path, form, ends):
             layer.experts(form, tiles, ends=ends)
             (one,) = compiled
             assert one.metadata.name == "_experts"
-            assert "wgmma bf16" in matrix_instructions(one)
+            assert "wgmma bf16" in matrix_instructions(one) or tiles[0].block_m < 16  # 3.6 takes mma for 8 rows
             assert matrix_instructions(one) <= {"wgmma bf16", "mma bf16"}
             assert "cp.async.cg.shared.global" in one.asm["ptx"]
             assert bool(re.search(r"ld\.global\.cg\.v4", one.asm["ptx"])) == ends  # the sums', 16 bytes a thread
@@ -616,6 +617,7 @@ def test_whatever_is_chosen_is_among_the_variants(kind):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_tiles_are_such_as_the_kernels_take(kind):
+    routed_kind, _, shared_kind = kind.partition("+")
     for v in tuning.layer_variants(kind):
         assert v.gemm1.block_m == v.gemm2.block_m  # they share a map of blocks
         for tile in v[:4]:
@@ -623,7 +625,8 @@ def test_tiles_are_such_as_the_kernels_take(kind):
             assert tile.least_m in (0, 16)
             assert 2 * tile.block_n <= 256 or not tile.tma or tile in (v.gemm2, v.shared_gemm2)  # of the copy engine
             second = tile in (v.gemm2, v.shared_gemm2)
-            assert not tile.persistent or (tile.block_m == gemm2_persistent.BLOCK_M and second)
+            its_kind = shared_kind or kind if tile is v.shared_gemm2 else routed_kind
+            assert not tile.persistent or (tile.block_m in tuning.tables.PERSISTENT_M[its_kind] and second)
 
 
 def test_other_gpus_than_hoppers_take_the_second_product_without_gluon(monkeypatch) -> None:

@@ -255,7 +255,7 @@ def test_the_heuristics_is_the_first_of_every_launchs_tiles_and_has_a_partner(na
         assert candidates.choices(shape, T, first.tiles)[0] == first
         assert ("shared_gemm1" in tiles) == (shape.S > 0)
         for kernel, some in tiles.items():
-            assert some[0] == getattr(first.tiles, kernel)
+            assert some[0] == getattr(candidates.whole(first.tiles), kernel)
             assert len(set(some)) == len(some) > 1
         assert {t.block_m for t in tiles["gemm1"]} & {t.block_m for t in tiles["gemm2"]}
 
@@ -288,6 +288,10 @@ def test_programs_share_tiles_where_a_gpu_has_room_for_more_of_them() -> None:
 
 
 def test_fused_is_timed_only_where_widths_and_formats_allow_it() -> None:
+    shape = parse_shape("dsv3_tp8")
+    assert candidates.heuristic(shape, 1).schedule == "fused"
+    assert candidates.heuristic(shape_of("dsv3_tp8", "fp8_block"), 1).schedule == "fused"
+    assert candidates.heuristic(shape_of("dsv3_tp8", "fp8_block+fp8_channel"), 1).schedule == "dual"
     assert "fused" in candidates.schedules(parse_shape("v2lite"))
     assert "fused" in candidates.schedules(shape_of("v2lite", "int4"))
     assert "fused" not in candidates.schedules(shape_of("v2lite", "int4+none"))

@@ -125,10 +125,42 @@ def test_only_a_table_can_be_used() -> None:
     assert tuning.own_table() is table
 
 
+NARROW = LayerShape("16bit", H=7168, I=256, E=256, K=8, S=256)
+"""A rank's share of a large layer: one token has 64 tiles of GEMM 1 for more multiprocessors."""
+
+
+@pytest.mark.parametrize(
+    ("change", "T", "schedule", "splits"),
+    [
+        ({}, 1, "fused", 4),
+        ({}, 2, "fused", 2),
+        ({}, 3, "dual", 1),
+        ({"kind": "fp8"}, 1, "fused", 4),
+        ({"kind": "4bit+16bit"}, 1, "dual", 4),
+        ({"kind": "fp32"}, 1, "dual", 1),
+        ({"S": 0}, 1, "serial", 4),
+        ({"S": 128}, 1, "dual", 4),  # not as wide as a routed expert, or several
+        ({"H": 2048}, 1, "fused", 2),
+        ({"H": 7168 + 128}, 1, "dual", 1),  # no whole steps in a part
+        ({"I": 512}, 1, "dual", 2),
+        ({"I": 1024}, 1, "dual", 1),
+        ({"K": 1}, 3, "fused", 4),
+        ({"K": 1}, 9, "dual", 1),  # more rows than a tile of theirs has
+    ],
+)
+def test_programs_share_tiles_where_there_are_few_by_the_heuristic(change, T, schedule, splits) -> None:
+    choice = tuning.layer_choice(NARROW._replace(**change), T)
+    assert (choice.schedule, choice.tiles.gemm1.splits) == (schedule, splits)
+    assert choice.tiles.one_launch == (change.get("kind") != "fp32")
+
+
 @pytest.mark.parametrize("most", [(), (1, 16), BUCKETS])
 @pytest.mark.parametrize("kind", ["16bit", "tf32", "fp32", "fp8", "4bit+16bit"])
-def test_what_is_compiled_ahead_covers_all_that_can_be_chosen(kind: str, most: tuple[float, ...]) -> None:
-    shape = SHAPE._replace(kind=kind)
+@pytest.mark.parametrize("shape", [SHAPE, NARROW, NARROW._replace(K=2, S=0)], ids=["shape", "narrow", "no_shared"])
+def test_what_is_compiled_ahead_covers_all_that_can_be_chosen(
+    shape: LayerShape, kind: str, most: tuple[float, ...]
+) -> None:
+    shape = shape._replace(kind=kind)
     given = (random_table(shape, most=most[::2]), random_table(shape, most=most))
     ahead = tuning.layer_choices(shape, given)
     for name in ("gemm1", "gemm2", "shared_gemm1", "shared_gemm2"):

@@ -205,7 +205,8 @@ class _Plan:
         shape = tuning.LayerShape(kind, dims.H, dims.I, dims.E, dims.K, dims.S)
         tables = tuning.tables_of(table, torch.cuda.get_device_name(x.device) if x.is_cuda else None)
         tiles, auto = tuning.layer_choice(shape, dims.T, tables)
-        resolve = functools.partial(schedules.resolve, call.schedule, has_shared=dims.S > 0)
+        one_format = config.routed_format == shared_format
+        resolve = functools.partial(schedules.resolve, call.schedule, has_shared=dims.S > 0, one_format=one_format)
         options: dict[str, Any] = {"zero_experts": config.num_zero_experts > 0, "finalized": finalized}
         options["coded_rows"] = frozenset(schedules.coded_rows(config, has_shared=dims.S > 0))
         one_chunk = kernels.num_chunks(dims.T * dims.K, alone=True) == 1

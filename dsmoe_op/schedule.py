@@ -51,11 +51,18 @@ FORK = Wait(waiter="alt", on="main")
 JOIN = Wait(waiter="main", on="alt")
 
 
-def resolve(schedule: str, *, has_shared: bool, auto: str = "dual") -> str:
-    """What "auto" means is `auto`; and "serial" where there is no shared expert to run beside the routed ones."""
+def resolve(schedule: str, *, has_shared: bool, auto: str = "dual", one_format: bool = True) -> str:
+    """What "auto" means is `auto`; and "serial" where there is no shared expert to run beside the routed ones.
+
+    Args:
+        one_format: whether the weights of both branches have it, without which they cannot be "fused": a choice is made
+            for a kind of weights, and formats of a kind may differ.
+    """
     if not has_shared:
         return "serial"
-    return auto if schedule == "auto" else schedule
+    if schedule != "auto":
+        return schedule
+    return auto if one_format or auto != "fused" else "dual"
 
 
 def coded_rows(config: MoEConfig, *, has_shared: bool) -> dict[str, str]:

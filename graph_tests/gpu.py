@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from dsmoe_op import MoEConfig, checks, dual_stream_moe, reference, streams, tuning
 from dsmoe_op.cli import profiling
+from dsmoe_op.tuning import Tile
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
@@ -26,6 +27,8 @@ SIZES = {"H": 256, "E": 16, "I": 128, "S": 384}
 QUANTISED_SIZES = {"H": 272, "E": 16, "I": 144, "S": 288}
 """No multiples of 128, which is what a scale of fp8 stands for."""
 SCHEDULES = ("serial", "dual", "dual_shared_main", "fused")
+SPLIT = Tile(16, 32, 128, 4, 3, swap=True, splits=4), Tile(16, 64, 128, 4, 3, swap=True)
+"""Of GEMM 1 and GEMM 2 of one launch; H is a multiple of 512."""
 Formats = tuple[str | None, str | None]
 """Of the routed and the shared experts; None: not quantised."""
 FORMATS: dict[str, Formats] = {

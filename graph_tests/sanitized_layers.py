@@ -15,14 +15,14 @@ import argparse
 import collections
 import json
 import pathlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import pytest
 import torch
 import triton
 import triton.language as tl
-from gpu import CONFIG, FORMATS, QUANTISED_SIZES, Block, Formats, issuing, schedules_of
+from gpu import CONFIG, FORMATS, QUANTISED_SIZES, SPLIT, Block, Formats, issuing, schedules_of, with_tiles
 from layers import error
 from torch import Tensor
 
@@ -76,22 +76,28 @@ def apart(kept: list[Tensor]) -> Callable[..., list[Any]]:
 
 
 def run(mix: Formats, persistent: bool) -> None:
-    block = Block(device="cpu", sizes=SIZES, formats=mix)
     kept: list[Tensor] = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(cuda, "_table", apart(kept))
-        for T, way, schedule in calls(mix, persistent):
-            x, args = block.inputs(T, way)
-            want = reference.moe(x, **args)
-            given = {name: on_the_gpu(t) for name, t in args.items()}
-            outs = [dual_stream_moe(x.cuda(), **given, schedule=schedule)]
-            pieces = dual_stream_moe_unfinalized(x.cuda(), **given, schedule=schedule)
-            outs.append(finalize(pieces, config=args["config"]))
-            torch.cuda.synchronize()
-            assert kept, "the launches were not given the buffers that are apart"
-            kept.clear()
-            for out in outs:
-                assert error(out.cpu(), want) <= LIMIT, (T, way, schedule)
+        issue(Block(device="cpu", sizes=SIZES, formats=mix), calls(mix, persistent), kept)
+        shared = [(T, "router_weight", s) for T in (1, 3) for s in schedules_of(mix) if s in ("serial", "fused")]
+        with with_tiles(gemm1=SPLIT[0], gemm2=SPLIT[1], one_launch=True):
+            issue(Block(device="cpu", sizes=SIZES | {"H": 512}, formats=mix), shared, kept)
+
+
+def issue(block: Block, calls: Iterable[tuple[int, str, str]], kept: list[Tensor]) -> None:
+    for T, way, schedule in calls:
+        x, args = block.inputs(T, way)
+        want = reference.moe(x, **args)
+        given = {name: on_the_gpu(t) for name, t in args.items()}
+        outs = [dual_stream_moe(x.cuda(), **given, schedule=schedule)]
+        pieces = dual_stream_moe_unfinalized(x.cuda(), **given, schedule=schedule)
+        outs.append(finalize(pieces, config=args["config"]))
+        torch.cuda.synchronize()
+        assert kept, "the launches were not given the buffers that are apart"
+        kept.clear()
+        for out in outs:
+            assert error(out.cpu(), want) <= LIMIT, (T, way, schedule)
 
 
 @triton.jit

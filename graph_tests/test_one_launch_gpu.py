@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from gpu import FORMATS, SCHEDULES, Block, capture, delays, every_call, nap, needs_gpu, schedules_of, with_tiles
+from gpu import FORMATS, SCHEDULES, SPLIT, Block, capture, delays, every_call, nap, needs_gpu, schedules_of, with_tiles
 from layers import WAYS, error, make_layer, quantized
 from torch import Tensor
 
@@ -122,15 +122,17 @@ def test_calls_on_two_streams_at_once_have_those_bits(block) -> None:
     assert all(torch.equal(out, want) for out, want in found)
 
 
-SPLIT = Tile(16, 32, 128, 4, 3, swap=True, splits=4), Tile(16, 64, 128, 4, 3, swap=True)
+LOW = Tile(8, 32, 128, 4, 4, swap=True, splits=4), Tile(8, 128, 128, 4, 4, swap=True)
 
 
-@pytest.mark.parametrize("format", [None, "fp8_block", "int4", "nvfp4"])
-def test_programs_that_share_tiles_leave_the_same_bits_whoever_is_last(format) -> None:
+@pytest.mark.parametrize(
+    ("format", "tiles"), [(None, SPLIT), (None, LOW), ("fp8_block", SPLIT), ("int4", SPLIT), ("nvfp4", SPLIT)]
+)
+def test_programs_that_share_tiles_leave_the_same_bits_whoever_is_last(format, tiles) -> None:
     """In each schedule, in calls at once on two streams, and in replays under delays."""
     config = MoEConfig(top_k=6, score="softmax")
     routing = {"way": "topk_ids", "config": config, "dtype": torch.bfloat16, "shared_gate": True, "device": "cuda"}
-    with with_tiles(gemm1=SPLIT[0], gemm2=SPLIT[1], one_launch=True):
+    with with_tiles(gemm1=tiles[0], gemm2=tiles[1], one_launch=True):
         for T in (1, 3, 16):
             x, args = make_layer(T, valid_tokens=max(1, T - 2), **routing, **WIDE)
             args = quantized(args, format, format)

@@ -145,7 +145,7 @@ def test_one_call_prepares_split_tiles_and_persistent_products_of_a_table(record
         for most, splits in ((1, 4), (4, 2), (16, 1)):
             tiles = LayerTiles(few._replace(splits=splits), few, few, few, overlaps=False, one_launch=True)
             rows[shape, most] = Row(1, Choice(tiles, schedule), {}, {}, {})
-        for most in (64, 256, 1024, float("inf")):
+        for most in (64, 256, 1024, 4096, float("inf")):
             tiles = LayerTiles(many, persistent, many, persistent, overlaps=False)
             rows[shape, most] = Row(1, Choice(tiles, schedule), {}, {}, {})
         tuning.use_table(Table(gpu="any", rows=rows))

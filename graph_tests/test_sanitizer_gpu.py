@@ -81,23 +81,23 @@ def reports(output: str) -> list[tuple[str | None, str]]:
 
 
 @pytest.mark.parametrize("what", dict.fromkeys((*FORMATS, *formats.FORMATS)))
-def test_compute_sanitizer_finds_nothing_in_any_launch(sanitizer, tmp_path, counted, what) -> None:
+@pytest.mark.parametrize("tool", TOOLS)
+def test_compute_sanitizer_finds_nothing_in_any_launch(sanitizer, tmp_path, counted, tool, what) -> None:
     code, output = run(sys.executable, str(SCRIPT), what, str(tmp_path / "all.json"), "--compile")
     assert code == 0, output[-9000:]
-    for tool in TOOLS:
-        file = tmp_path / f"{tool}.json"
-        output = watched(sanitizer, tool, what, file)
-        assert file.exists(), output[-9000:]
-        assert "ERROR SUMMARY: " in output, output[-9000:]
-        ran: dict[str, Any] = json.loads(file.read_text())
-        ours = [text for kernel, text in reports(output) if kernel is None or kernel in ran["kernels"]]
-        assert not ours, f"{len(ours)} reports, the first:\n" + "\n".join(ours[:5])
-        launches = {"router", "choose_order", "gate", "gemm1", "gemm2", "experts", "finalize"}
-        if what in ("fp8_block", "fp8_channel"):
-            launches |= {"quantize", "quantize_h", "quantize_shared_h"}
-        assert launches <= ran["launches"].keys()
-        counted(f"launches in which compute-sanitizer's {tool} found nothing", sum(ran["launches"].values()))
-        counted(f"kernels under compute-sanitizer's {tool}", len(ran["kernels"]))
+    file = tmp_path / f"{tool}.json"
+    output = watched(sanitizer, tool, what, file)
+    assert file.exists(), output[-9000:]
+    assert "ERROR SUMMARY: " in output, output[-9000:]
+    ran: dict[str, Any] = json.loads(file.read_text())
+    ours = [text for kernel, text in reports(output) if kernel is None or kernel in ran["kernels"]]
+    assert not ours, f"{len(ours)} reports, the first:\n" + "\n".join(ours[:5])
+    launches = {"router", "choose_order", "gate", "gemm1", "gemm2", "experts", "finalize"}
+    if what in ("fp8_block", "fp8_channel"):
+        launches |= {"quantize", "quantize_h", "quantize_shared_h"}
+    assert launches <= ran["launches"].keys()
+    counted(f"launches in which compute-sanitizer's {tool} found nothing", sum(ran["launches"].values()))
+    counted(f"kernels under compute-sanitizer's {tool}", len(ran["kernels"]))
 
 
 @pytest.mark.parametrize(

@@ -120,6 +120,8 @@ _TOGETHER: dict[str, tuple[tuple[Tile, Tile], ...]] = {
     "16bit": (
         (Tile(16, 32, 128, 4, 3, swap=True), Tile(16, 64, 128, 4, 3, swap=True)),
         (Tile(16, 32, 128, 4, 3, swap=True), Tile(16, 128, 128, 4, 3, swap=True)),
+        (Tile(8, 32, 128, 4, 4, swap=True), Tile(8, 64, 128, 4, 4, swap=True)),
+        (Tile(8, 32, 128, 4, 4, swap=True), Tile(8, 128, 128, 4, 4, swap=True)),
     ),
     "4bit": (
         (Tile(16, 32, 128, 4, 4, swap=True), Tile(16, 128, 128, 4, 4, swap=True)),
@@ -153,13 +155,19 @@ def layer_shape(shape: Shape) -> LayerShape:
 
 def heuristic(shape: Shape, T: int) -> Choice:
     """What a call takes where there is no table."""
-    return tuning.layer_choice(layer_shape(shape), T)
+    choice = tuning.layer_choice(layer_shape(shape), T)
+    return choice if choice.schedule in schedules(shape) else choice._replace(schedule="dual")
+
+
+def whole(tiles: LayerTiles) -> LayerTiles:
+    """With a GEMM 1 whose tiles no programs share, as a launch of its own has it."""
+    return tiles._replace(gemm1=tiles.gemm1._replace(splits=1))
 
 
 def tiles(shape: Shape, T: int) -> Candidates:
     """Tiles of each launch of a layer of T tokens."""
     names = [name for name in GEMMS if shape.S or name not in SHARED]
-    first = heuristic(shape, T).tiles
+    first = whole(heuristic(shape, T).tiles)
     return {name: tuple(dict.fromkeys((getattr(first, name), *_others(name, shape, T)))) for name in names}
 
 
@@ -189,10 +197,10 @@ def choices(shape: Shape, T: int, best: LayerTiles) -> tuple[Choice, ...]:
     """Layers to time: the heuristic's, and the best tiles, or such as do together, in each schedule."""
     kind = layer_shape(shape).kind
     one_launch = tuning.one_launch(kind, T, best.gemm1, best.gemm2)
-    together = _TOGETHER[product_kind(kind, "gemm1")] if one_launch else ()
-    pairs = [(best.gemm1, best.gemm2), *together]
+    pairs = [(best.gemm1, best.gemm2)]
     if one_launch:
-        pairs += [(split, gemm2) for gemm1, gemm2 in pairs[:2] for split in _split(gemm1, shape, T)]
+        pairs += [pair for pair in _TOGETHER[product_kind(kind, "gemm1")] if pair[0].block_m >= min(T, 16)]
+        pairs += [(split, gemm2) for gemm1, gemm2 in pairs for split in _split(gemm1, shape, T)]
     overlaps = (False, True) if T <= OVERLAPPING_UP_TO else (False,)
     found = [
         Choice(best._replace(gemm1=gemm1, gemm2=gemm2, overlaps=o, one_launch=one_launch), schedule)
@@ -247,6 +255,7 @@ def best_tiles(us: Mapping[str, Mapping[Tile, float]], first: LayerTiles) -> Lay
     }
     if not pairs or any(name in us and not us[name] for name in SHARED):
         return None
+    first = whole(first)
     gemm1, gemm2 = fastest(pairs, (first.gemm1, first.gemm2))
     shared = [fastest(us[name], getattr(first, name)) if name in us else gemm1 for name in SHARED]
     return LayerTiles(gemm1, gemm2, shared[0], shared[1], overlaps=False)

@@ -60,7 +60,7 @@ _MANY_ROWS_OF_4_BITS = (
 )
 _MANY_ROWS_OF_FP8 = (
     Tile(64, 64, 128, 4, 3, swap=True, least_m=16),
-    Tile(64, 128, 128, 4, 3, swap=True, least_m=16),
+    Tile(64, 128, 128, 4, 3, swap=True, persistent=True, least_m=16),
 )
 """GEMM 1 and GEMM 2 of quantised weights."""
 
@@ -96,7 +96,7 @@ _ROUTED: dict[str, tuple[Routed, ...]] = {
     # of fp8 is the 128 columns that share a scale.
     "fp8": (
         Routed(16, ALL, Tile(16, 32, 128, 4, 4, swap=True), Tile(16, 128, 128, 4, 4, swap=True)),
-        Routed(40, ALL, Tile(32, 64, 128, 4, 3, swap=True), Tile(32, 128, 128, 4, 3, swap=True)),
+        Routed(24, ALL, Tile(32, 64, 128, 4, 3, swap=True), Tile(32, 128, 128, 4, 3, swap=True)),
         Routed(ALL, ALL, *_MANY_ROWS_OF_FP8),
     ),
     "4bit": (
@@ -106,6 +106,17 @@ _ROUTED: dict[str, tuple[Routed, ...]] = {
     ),
     "fp32_4bit": (Routed(ALL, ALL, Tile(16, 32, 64, 4, 3), Tile(16, 64, 64, 4, 3)),),
 }
+
+_NARROW: dict[str, tuple[Tile, Tile]] = {
+    "16bit": (Tile(8, 32, 128, 4, 4, swap=True), Tile(8, 128, 128, 4, 4, swap=True)),
+    "fp8": (Tile(16, 32, 128, 4, 4, swap=True), Tile(16, 128, 128, 4, 4, swap=True)),
+    "4bit": (Tile(16, 32, 128, 4, 4, swap=True), Tile(16, 128, 128, 4, 4, swap=True)),
+}
+"""GEMM 1 and 2 of one launch whose GEMM 1 has fewer tiles than a GPU has multiprocessors: programs share them."""
+_MULTIPROCESSORS = 132
+_MOST_SPLITS = 4
+_SPLIT_LEAST = 1024
+"""Columns of H that are worth a program of their own."""
 
 # The shared expert's, by T: (most T, tiles by falling size). The first one with a program for nearly each SM is taken,
 # else the last.
@@ -132,7 +143,7 @@ _SHARED: dict[tuple[str, str], tuple[tuple[float, tuple[Tile, ...]], ...]] = {
     ("gemm2", "fp8"): (
         (16, (Tile(16, 64, 128, 4, 4, swap=True),)),
         (64, (Tile(32, 64, 128, 4, 4, swap=True),)),
-        (ALL, (_MANY_ROWS_OF_FP8[1],)),
+        (ALL, (Tile(128, 64, 128, 8, 3, swap=True, persistent=True, least_m=16),)),
     ),
     ("gemm1", "4bit"): (
         (16, (Tile(16, 32, 256, 4, 4, swap=True),)),
@@ -232,10 +243,7 @@ def layer_choice(shape: LayerShape, T: int, tables: tuple[Table, ...] = ()) -> C
 
     The tables are as `tables_of` gives them.
     """
-    found = _row(shape, bucket(T), tables)
-    if found is not None:
-        return found
-    return Choice(layer_tiles(shape.kind, T, shape.H, shape.E, shape.K, shape.S), heuristic_schedule(shape.S))
+    return _row(shape, bucket(T), tables) or _heuristic(shape, T)
 
 
 @functools.lru_cache(maxsize=256)
@@ -244,8 +252,10 @@ def layer_choices(shape: LayerShape, tables: tuple[Table, ...] = ()) -> tuple[Ch
     found = [_row(shape, most, tables) for most in BUCKETS]
     choices = dict.fromkeys(choice for choice in found if choice is not None)
     if None in found:
-        schedule = heuristic_schedule(shape.S)
+        schedule = _schedule(shape.S)
         choices |= dict.fromkeys(Choice(tiles, schedule) for tiles in layer_variants(shape.kind))
+        few = range(1, OVERLAPPING_SLOTS // shape.K + 1)
+        choices |= dict.fromkeys(narrow for T in few if (narrow := _narrow(shape, T)))
     return tuple(choices)
 
 
@@ -257,9 +267,38 @@ def _row(shape: LayerShape, most: float, tables: tuple[Table, ...]) -> Choice | 
 # --- the heuristic --------------------------------------------------------------------------------------------------
 
 
-def heuristic_schedule(S: int) -> str:
-    """The shared expert runs beside the routed ones, where there is one."""
+def _heuristic(shape: LayerShape, T: int) -> Choice:
+    """The shared expert runs beside the routed ones, or as one of them where these are few and narrow."""
+    tiles = layer_tiles(shape.kind, T, shape.H, shape.E, shape.K, shape.S)
+    return _narrow(shape, T) or Choice(tiles, _schedule(shape.S))
+
+
+def _schedule(S: int) -> str:
     return "dual" if S else "serial"
+
+
+def _narrow(shape: LayerShape, T: int) -> Choice | None:
+    """What is fastest where the routed experts' GEMM 1 has so few tiles that programs share them; else None."""
+    kind, _, other = shape.kind.partition("+")
+    slots = T * shape.K
+    if kind not in _NARROW or slots > OVERLAPPING_SLOTS:
+        return None
+    gemm1, gemm2 = _NARROW[kind]
+    programs = min(shape.E, slots) * -(-shape.I // gemm1.block_n)
+    splits = _MOST_SPLITS
+    while splits > 1 and (
+        splits * programs > 2 * _MULTIPROCESSORS
+        or shape.H < splits * _SPLIT_LEAST
+        or shape.H % (splits * gemm1.block_k)
+        or T > gemm1.block_m
+    ):
+        splits //= 2
+    if splits == 1:
+        return None
+    tiles = layer_tiles(shape.kind, T, shape.H, shape.E, shape.K, shape.S)
+    tiles = tiles._replace(gemm1=gemm1._replace(splits=splits), gemm2=gemm2, overlaps=True, one_launch=True)
+    fused = shape.S > 0 and not other and shape.S % shape.I == 0
+    return Choice(tiles, "fused" if fused else _schedule(shape.S))
 
 
 @functools.lru_cache(maxsize=1024)
