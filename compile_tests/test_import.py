@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
+
+import pytest
 
 
 def fresh(code: str) -> str:
@@ -48,3 +51,25 @@ print(*(n for n in names.split() if n not in dsmoe_op.__all__ or not hasattr(dsm
 print("triton" in sys.modules, "transformers" in sys.modules)
 """
     assert fresh(code) == "False False"
+
+
+_AS_SERVERS = """
+import importlib, pkgutil, sys, triton
+for name in ("next_power_of_2", "cdiv"):
+    setattr(triton, name, lambda *args, own=getattr(triton, name): own(*args))
+from dsmoe_op import kernels
+keys = 0
+for info in pkgutil.iter_modules(kernels.__path__):
+    importlib.import_module(f"dsmoe_op.kernels.{info.name}")
+    for value in vars(sys.modules[f"dsmoe_op.kernels.{info.name}"]).values():
+        keys += bool(getattr(value, "cache_key", None))  # looks at all that the kernel refers to
+assert keys > 50
+"""
+
+
+def test_kernels_refer_to_nothing_that_a_server_replaces() -> None:
+    """SGLang puts a Python function of its own in the place of triton.next_power_of_2, which kernels cannot call."""
+    pytest.importorskip("triton", reason="no triton")
+    env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    done = subprocess.run([sys.executable, "-c", _AS_SERVERS], capture_output=True, text=True, env=env)
+    assert done.returncode == 0, done.stderr[-2000:]

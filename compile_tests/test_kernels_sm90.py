@@ -250,6 +250,21 @@ def test_the_persistent_gemm2_of_fp8_fits_and_adds_each_step_in_float32(compiled
         assert stack_bytes(kernel, tmp_path) == 0
 
 
+@pytest.mark.parametrize("dtype", [FP32, BF16])
+def test_the_persistent_product_of_fp8_leaves_16_bits_alone(compiled, dtype):
+    """Layers of float32 have the tiles of 16 bits where their weights are fp8."""
+    layer, (T, K) = Layer(T=70, H=512, I=384, E=2, dtype=dtype), (70, 8)
+    (tile,) = {v.gemm2 for v in tuning.layer_variants("fp8") if v.gemm2.persistent}
+    w2, rows = coded_weight("fp8_block", 2, 512, 384, 1), layer.rows(tile.block_m)
+    codes = {"h_codes_NI": layer.tensor(T * K, 384, dtype=formats.E4M3), "h_scales": layer.tensor(T * K, 3, dtype=FP32)}
+    kernels.gemm2(
+        config=layer.config, tile=tile, w2=w2["q"], coded=w2["coded"], h_NI=layer.tensor(T * K, 384),
+        y_NH=layer.tensor(T * K, 512), blocks=rows.blocks_3B, offsets=rows.offsets, taken=rows.taken, **codes,
+        warmup=True,
+    )  # fmt: skip
+    assert [one.metadata.name for one in compiled] == ["_persistent_gemm2" if dtype == BF16 else "_grouped_gemm"]
+
+
 def gemm_tiles() -> Iterator[tuple[str, str, Tile]]:
     """Launcher, form and tile of every 16-bit product but the persistent one."""
     for tiles in tuning.layer_variants("16bit"):

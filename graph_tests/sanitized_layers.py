@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import collections
+import contextlib
 import json
 import pathlib
 from collections.abc import Callable, Iterable, Iterator
@@ -38,24 +39,19 @@ def on_the_gpu(t: Any) -> Any:
     return t.cuda() if isinstance(t, Tensor) else t
 
 
-def tokens(mix: Formats, persistent: bool) -> list[int]:
-    """The fewest tokens for each of the tiles that a layer can have, in these formats up to MOST_TOKENS.
-
-    Without `persistent`, those whose results the copy engine stores are left out: initcheck does not see its writes.
-    """
+def tokens(mix: Formats) -> list[int]:
+    """The fewest tokens for each of the tiles that a layer can have, in these formats up to MOST_TOKENS."""
     kind = tuning.layer_kind(torch.bfloat16, False, *mix)
     shape = tuning.LayerShape(kind, *(SIZES[name] for name in "HIE"), CONFIG.top_k, SIZES["S"])
     first: dict[tuning.LayerTiles, int] = {}
     for T in range(1, MOST_TOKENS):
-        tiles = tuning.layer_choice(shape, T).tiles
-        if persistent or not (tiles.gemm2.persistent or tiles.shared_gemm2.persistent):
-            first.setdefault(tiles, T)
+        first.setdefault(tuning.layer_choice(shape, T).tiles, T)
     return list(first.values())
 
 
-def calls(mix: Formats, persistent: bool) -> Iterator[tuple[int, str, str]]:
+def calls(mix: Formats) -> Iterator[tuple[int, str, str]]:
     """T, the way in and the schedule. The routing knows of no format and no schedule."""
-    for T in tokens(mix, persistent):
+    for T in tokens(mix):
         for schedule in schedules_of(mix):
             if schedule != "dual_shared_main":  # the launches of dual
                 yield T, "router_weight", schedule
@@ -75,11 +71,27 @@ def apart(kept: list[Tensor]) -> Callable[..., list[Any]]:
     return table
 
 
-def run(mix: Formats, persistent: bool) -> None:
+@contextlib.contextmanager
+def nothing_persistent() -> Iterator[None]:
+    """The copy engine stores what persistent products leave, and initcheck does not see its writes."""
+    layer_choice = tuning.layer_choice
+
+    def changed(*given: Any) -> tuning.Choice:
+        choice = layer_choice(*given)
+        tiles = choice.tiles
+        gemm2, shared_gemm2 = (tile._replace(persistent=False) for tile in (tiles.gemm2, tiles.shared_gemm2))
+        return choice._replace(tiles=tiles._replace(gemm2=gemm2, shared_gemm2=shared_gemm2))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tuning, "layer_choice", changed)
+        yield
+
+
+def run(mix: Formats) -> None:
     kept: list[Tensor] = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(cuda, "_table", apart(kept))
-        issue(Block(device="cpu", sizes=SIZES, formats=mix), calls(mix, persistent), kept)
+        issue(Block(device="cpu", sizes=SIZES, formats=mix), calls(mix), kept)
         shared = [(T, "router_weight", s) for T in (1, 3) for s in schedules_of(mix) if s in ("serial", "fused")]
         with with_tiles(gemm1=SPLIT[0], gemm2=SPLIT[1], one_launch=True):
             issue(Block(device="cpu", sizes=SIZES | {"H": 512}, formats=mix), shared, kept)
@@ -136,8 +148,8 @@ def main() -> None:
     if options.what == "control":
         run_control()
     else:
-        with issuing(count):
-            run(LAYERS[options.what], not options.not_persistent)
+        with issuing(count), nothing_persistent() if options.not_persistent else contextlib.nullcontext():
+            run(LAYERS[options.what])
     options.file.write_text(json.dumps({"launches": launches, "kernels": sorted(kernels)}))
 
 

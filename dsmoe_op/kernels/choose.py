@@ -154,7 +154,8 @@ def _pick_together(key_RWL, K: tl.constexpr, K_PAD: tl.constexpr):
     W: tl.constexpr = key_RWL.shape[1]
     SHARE: tl.constexpr = key_RWL.shape[0] * key_RWL.shape[2]
     tl.static_assert(W * SHARE <= 1 << 16)
-    FEW: tl.constexpr = triton.next_power_of_2(K)
+    # SGLang puts a function that kernels cannot call in the place of triton.next_power_of_2.
+    FEW: tl.constexpr = 1 if K == 1 else 2 if K == 2 else 4 if K <= 4 else 8 if K <= 8 else 16 if K <= 16 else 32
     LANES: tl.constexpr = min(32, W * FEW)
     w_W = tl.arange(0, W)
     k_K = tl.arange(0, K_PAD)[None, :]

@@ -329,7 +329,7 @@ def coded_products(
     RAGGED: tl.constexpr = INNER % BLOCK_K != 0
     WIDTH: tl.constexpr = BLOCK_K if FP8 else BLOCK_K // 8  # bytes, or words, of a row in a step
     STEP_SCALES: tl.constexpr = BLOCK_K // GROUP if GROUP < BLOCK_K else 1
-    STEPS: tl.constexpr = triton.cdiv(INNER, BLOCK_K)
+    STEPS: tl.constexpr = (INNER + BLOCK_K - 1) // BLOCK_K
     tl.static_assert(NAME != "fp8_block" or BLOCK_K == GROUP)
     expert = tl.full([], 0, tl.int64) + expert  # a constant for the shared one
     d_K = tl.arange(0, BLOCK_K)

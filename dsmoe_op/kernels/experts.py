@@ -293,9 +293,9 @@ def _experts(
     FOLLOWED: tl.constexpr = False,
 ):
     begin(EARLY, FOLLOWED)
-    COLUMNS1: tl.constexpr = triton.cdiv(I, BLOCK_N[0])
-    SHARED_COLUMNS1: tl.constexpr = triton.cdiv(S, BLOCK_N[0])
-    COLUMNS2: tl.constexpr = triton.cdiv(H, BLOCK_N[1])
+    COLUMNS1: tl.constexpr = (I + BLOCK_N[0] - 1) // BLOCK_N[0]
+    SHARED_COLUMNS1: tl.constexpr = (S + BLOCK_N[0] - 1) // BLOCK_N[0]
+    COLUMNS2: tl.constexpr = (H + BLOCK_N[1] - 1) // BLOCK_N[1]
     BLOCK_N2: tl.constexpr = BLOCK_N[1]
     FUSED: tl.constexpr = shared_w13_ptr is not None
     ZEROS: tl.constexpr = num_valid_ptr is not None

@@ -149,7 +149,7 @@ def gemm2(
         assert h_NI is not None
         assert y_NH is not None
         a, a_scale = _rows_for(coded, h_NI, h_codes_NI, h_scales)
-        if shared_w2 is None and y_NH.shape[0] and _is_persistent(tile, a, w2, coded):
+        if shared_w2 is None and y_NH.shape[0] and _is_persistent(tile, a, w2, y_NH, coded):
             assert blocks is not None
             assert offsets is not None
             assert taken is not None
@@ -166,7 +166,7 @@ def gemm2(
         assert shared_TH is not None
         plain = gate_T is None and num_valid_tokens is None and routed is None and shared_TH.shape[0]
         a, a_scale = _rows_for(shared_coded, h_shared_TS, h_shared_codes_TS, h_shared_scales)
-        if plain and _is_persistent(tile, a, shared_w2, shared_coded):
+        if plain and _is_persistent(tile, a, shared_w2, shared_TH, shared_coded):
             gemm2_persistent(
                 a, shared_w2, shared_TH, block_m=tile.block_m, coded=shared_coded, h_scales=a_scale, warmup=warmup
             )
@@ -176,9 +176,10 @@ def gemm2(
         _grouped(tile, config.top_k, routed, shared, num_valid_tokens, zero_tail, {}, allow_tf32, warmup)
 
 
-def _is_persistent(tile: Tile, a: Tensor, w2: Tensor, coded: Coded) -> bool:
-    """Whether this product is that of `gemm2_persistent`, whose rows are in the dtype of the weights."""
-    return tile.persistent and not INTERPRET and a.dtype == w2.dtype and takes(w2, tile.block_m, coded)
+def _is_persistent(tile: Tile, a: Tensor, w2: Tensor, y: Tensor, coded: Coded) -> bool:
+    """Whether this product is that of `gemm2_persistent`: of rows in the dtype of the weights, to 16 bits."""
+    fits = a.dtype == w2.dtype and y.itemsize == 2
+    return tile.persistent and not INTERPRET and fits and takes(w2, tile.block_m, coded)
 
 
 def _zero_rows_after(offsets: Tensor, y_NH: Tensor, *, warmup: bool) -> None:
