@@ -36,7 +36,6 @@ from sm90 import (  # noqa: E402
     least_side,
     matrix_instructions,
     named,
-    registers,
     stack_bytes,
 )
 
@@ -190,27 +189,6 @@ def test_candidates_for_quantised_products_use_the_matrix_units_and_fit(compiled
         if kind == "fp8" and kernel.metadata.name != "_persistent_gemm2":  # whose steps a test of its own looks at
             check_fp8_steps(kernel)
     check_resources(compiled, tmp_path)
-
-
-def test_programs_of_both_branches_fit_on_a_multiprocessor_where_candidates_say_so(compiled, tmp_path):
-    shape = shapes.parse_shape("v2lite")
-    best = candidates.heuristic(shape, 4096).tiles
-    pairs = [("gemm1", "shared_gemm1"), ("gemm1", "shared_gemm2"), ("gemm2", "shared_gemm2")]
-
-    def fit(tiles: LayerTiles, *names: str) -> bool:
-        compiled.clear()
-        for name in names:
-            compiling.warm_up(compiling.Job(shape, name, getattr(tiles, name)))
-        assert len(compiled) == 2
-        memory = sum(kernel.metadata.shared + 1024 for kernel in compiled)
-        threads = [32 * kernel.metadata.num_warps for kernel in compiled]
-        numbers = [registers(kernel, tmp_path) for kernel in compiled]
-        return memory <= 228 * 1024 and sum(a * b for a, b in zip(threads, numbers, strict=True)) <= 65536
-
-    assert not any(fit(best, *pair) for pair in pairs[:2])
-    first, second = candidates._beside(best)
-    assert all(fit(first, *pair) for pair in pairs[:2])
-    assert all(fit(second, *pair) for pair in pairs)
 
 
 @pytest.mark.parametrize("block_m", [64, 128])

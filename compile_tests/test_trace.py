@@ -121,6 +121,15 @@ def test_a_saved_trace_of_any_program_has_its_figures_and_its_lanes(show: Any, t
     assert {row["part"] for row in result["parts"]} == {"other"}
 
 
+@pytest.mark.parametrize(("name", "shown"), [(None, "path"), ("/tmp/x/trace.json", "path"), ("a layer", "a layer")])
+def test_a_saved_trace_is_called_what_it_was_saved_as(show: Any, tmp_path: pathlib.Path, name, shown) -> None:
+    path = pathlib.Path(saved(random_work(9, (7, 20)), tmp_path / "some.json"))
+    if name is not None:
+        path.write_text(json.dumps(json.loads(path.read_text()) | {"traceName": name}))
+    _, result = show("--from", str(path), "--no-picture")
+    assert result["what"] == (str(path) if shown == "path" else shown)
+
+
 def test_a_window_has_its_own_figures(show: Any, tmp_path: pathlib.Path) -> None:
     work = random_work(80, (7, 20))
     first, path = min(w.begin for w in work), saved(work, tmp_path / "some.json")
@@ -330,6 +339,7 @@ def test_a_layer_on_a_cpu_is_one_lane_of_its_parts(show: Any, tmp_path: pathlib.
     assert result["overlap_us"] == 0
     assert sum(row["us"] for row in result["parts"]) == pytest.approx(result["busy_us"], abs=0.1)
     written = json.loads(tmp_path.joinpath("shown.json").read_text())
+    assert written["traceName"] == result["what"]
     on_cpu = [event for event in written["traceEvents"] if event.get("cat") == "user_annotation"]
     order = ["router", "routed", "shared", "finalize"] * 3
     assert [e["name"] for e in sorted(on_cpu, key=lambda e: e["ts"])] == [f"dsmoe::{part}" for part in order]

@@ -85,20 +85,13 @@ _MANY_ROWS: dict[tuple[str, str], tuple[Tile, ...]] = {
         Tile(128, 256, 64, 8, 3, persistent=True, least_m=16),
         Tile(128, 256, 64, 8, 3, tma=True, least_m=16, tail=64),
     ),
-    # Small ones, of which several run on a multiprocessor: while one's bytes become numbers another's are multiplied.
     ("4bit", "gemm1"): (
         Tile(64, 64, 128, 8, 3, swap=True, least_m=16),
         Tile(64, 32, 128, 4, 3, swap=True, least_m=16),
-        Tile(64, 32, 64, 4, 4, swap=True, least_m=16),
-        Tile(128, 32, 64, 8, 3, swap=True, least_m=16),
-        Tile(128, 64, 64, 8, 3, swap=True, least_m=16),
     ),
     ("4bit", "gemm2"): (
         Tile(64, 128, 128, 8, 3, swap=True, least_m=16),
         Tile(64, 64, 128, 4, 3, swap=True, least_m=16),
-        Tile(64, 64, 64, 4, 4, swap=True, least_m=16),
-        Tile(128, 64, 64, 4, 3, swap=True, least_m=16),
-        Tile(128, 128, 64, 8, 3, swap=True, least_m=16),
     ),
     ("fp8", "gemm1"): (
         Tile(64, 64, 128, 8, 3, swap=True, least_m=16),
@@ -110,9 +103,7 @@ _MANY_ROWS: dict[tuple[str, str], tuple[Tile, ...]] = {
     ("fp8", "gemm2"): (
         Tile(64, 128, 128, 8, 3, swap=True, least_m=16),
         Tile(64, 128, 128, 4, 3, swap=True, least_m=16),
-        Tile(64, 64, 128, 4, 4, swap=True, least_m=16),
         Tile(64, 128, 128, 4, 3, swap=True, persistent=True, least_m=16),
-        Tile(128, 64, 128, 8, 3, swap=True, least_m=16),
         Tile(128, 64, 128, 8, 3, swap=True, persistent=True, least_m=16),
     ),
 }
@@ -135,11 +126,6 @@ _TOGETHER: dict[str, tuple[tuple[Tile, Tile], ...]] = {
 """gemm1 and gemm2 of one launch: its programs all have the memory of the larger one, so the best alone may not do."""
 _FEW_TOKENS, _FEW = 64, 32
 """Up to so many tokens, or expected rows of an expert, tiles for few rows are candidates; above, those for many."""
-_AT_ONCE = 264
-"""Programs of few tokens' GEMM 1, two on each multiprocessor, from which on more would only wait for one another."""
-_MOST_SPLITS = 4
-_SMALL = Tile(64, 64, 64, 4, 3, tma=True)
-"""The shared expert's GEMM 1 of many tokens, in 74 KB of shared memory."""
 OVERLAPPING_UP_TO = 16
 """Tokens up to which a layer whose launches overlap is a candidate."""
 
@@ -208,29 +194,14 @@ def choices(shape: Shape, T: int, best: LayerTiles) -> tuple[Choice, ...]:
         for schedule in schedules(shape)
         for o in overlaps
     ]
-    if shape.S and kind == "16bit" and T > _FEW_TOKENS:
-        found += [Choice(tiles, name) for tiles in _beside(best) for name in ("dual", "dual_shared_main")]
     return tuple(dict.fromkeys((heuristic(shape, T), *found)))
-
-
-def _beside(best: LayerTiles) -> Iterator[LayerTiles]:
-    """Tiles that leave each other room: a program of the shared expert's fits on a multiprocessor beside a routed one.
-
-    The fastest tiles alone take all of its shared memory, so two streams would only take turns.
-    """
-    if best.gemm1.swap:  # small already
-        return
-    gemm1 = best.gemm1._replace(num_stages=min(3, best.gemm1.num_stages))
-    smaller = best._replace(gemm1=gemm1, shared_gemm1=_SMALL, shared_gemm2=_SMALL._replace(block_n=128))
-    yield smaller
-    if not best.gemm2.tail:
-        yield smaller._replace(gemm2=Tile(best.gemm2.block_m, 128, 64, 4, 3, tma=True, least_m=16))
 
 
 def _split(gemm1: Tile, shape: Shape, T: int) -> Iterator[Tile]:
     """The tile split among more and more programs, as long as a GPU has room for them all at once."""
     programs = min(shape.E, T * shape.K) * -(-shape.I // gemm1.block_n)
-    while programs < _AT_ONCE and gemm1.splits < _MOST_SPLITS and shape.H % (2 * gemm1.splits * gemm1.block_k) == 0:
+    most, step = tuning.MOST_SPLITS, 2 * gemm1.block_k
+    while programs < tuning.AT_ONCE and gemm1.splits < most and shape.H % (step * gemm1.splits) == 0:
         gemm1 = gemm1._replace(splits=2 * gemm1.splits)
         programs *= 2
         yield gemm1

@@ -401,7 +401,8 @@ def _command(options: argparse.Namespace, parser: argparse.ArgumentParser) -> in
             profiled = _profile(options, parser, device)
             view, words, calls = _view_of(profiled, device), profiled.words, profiled.calls
             machine = bench.machine(device)
-            target.write_text(json.dumps(with_ranges(profiled.trace, view)), encoding="utf-8")
+            saved = with_ranges(profiled.trace, view) | {"traceName": words}
+            target.write_text(json.dumps(saved), encoding="utf-8")
             files = [target]
         if options.window is not None:
             try:
@@ -436,7 +437,8 @@ def _from_file(options: argparse.Namespace) -> tuple[View, str]:
         raise CommandError(f"--gpu: {error}") from None
     devices = {w.device for w in work}
     others = f", GPU {view.device} of {len(devices)} (--gpu shows another)" if len(devices) > 1 else ""
-    return view, f"{path}{others}"
+    name = str(trace.get("traceName", ""))  # PyTorch's is a path
+    return view, f"{path if name.endswith('.json') or not name else name}{others}"
 
 
 def _profile(options: argparse.Namespace, parser: argparse.ArgumentParser, device: torch.device) -> Profiled:

@@ -113,8 +113,9 @@ _NARROW: dict[str, tuple[Tile, Tile]] = {
     "4bit": (Tile(16, 32, 128, 4, 4, swap=True), Tile(16, 128, 128, 4, 4, swap=True)),
 }
 """GEMM 1 and 2 of one launch whose GEMM 1 has fewer tiles than a GPU has multiprocessors: programs share them."""
-_MULTIPROCESSORS = 132
-_MOST_SPLITS = 4
+AT_ONCE = 264
+"""Programs of few tokens' GEMM 1, two on each multiprocessor, from which on more would only wait for one another."""
+MOST_SPLITS = 4
 _SPLIT_LEAST = 1024
 """Columns of H that are worth a program of their own."""
 
@@ -285,9 +286,9 @@ def _narrow(shape: LayerShape, T: int) -> Choice | None:
         return None
     gemm1, gemm2 = _NARROW[kind]
     programs = min(shape.E, slots) * -(-shape.I // gemm1.block_n)
-    splits = _MOST_SPLITS
+    splits = MOST_SPLITS
     while splits > 1 and (
-        splits * programs > 2 * _MULTIPROCESSORS
+        splits * programs > AT_ONCE
         or shape.H < splits * _SPLIT_LEAST
         or shape.H % (splits * gemm1.block_k)
         or T > gemm1.block_m
