@@ -242,6 +242,9 @@ def test_every_schedule_means_serial_without_a_shared_expert(schedule: str) -> N
 
 def test_auto_means_two_streams_with_a_shared_expert() -> None:
     assert resolve("auto", has_shared=True) == "dual"
+    assert resolve("auto", has_shared=True, auto="fused") == "fused"
+    assert resolve("auto", has_shared=True, auto="fused", one_format=False) == "dual"
+    assert resolve("auto", has_shared=True, auto="serial", one_format=False) == "serial"
     assert [resolve(s, has_shared=True) for s in ALL] == list(ALL)
 
 

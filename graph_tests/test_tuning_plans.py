@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from layers import make_layer
+from layers import make_layer, quantized
 from torch import Tensor
 
 pytest.importorskip("triton", reason="no triton")
@@ -77,6 +77,19 @@ def test_auto_is_the_tables_schedule_and_a_schedule_that_is_asked_for_stays(made
     for T, expected in ((1, "serial"), (3, "fused"), (9, "dual_shared_main"), (90, "dual")):
         assert schedule_of(plan(*called(T)).steps) == expected
         assert schedule_of(plan(*called(T, "dual")).steps) == "dual"
+
+
+@pytest.mark.parametrize(
+    ("shared", "expected"), [("fp8_channel", "fused"), ("fp8_block", "dual"), ("fp8_tensor", "dual")]
+)
+def test_a_row_that_fuses_does_not_where_formats_of_its_kind_differ(shared: str, expected: str) -> None:
+    x, args = make_layer(100, dtype=torch.bfloat16, **SIZES)
+    args = quantized(args, "fp8_channel", shared)
+    shape = LayerShape("fp8", SIZES["H"], SIZES["I"], SIZES["E"], args["config"].top_k, SIZES["S"])
+    use_table(Table(gpu="any", rows={(shape, most): Row(1, choice(1, "fused"), {}, {}, {}) for most in BUCKETS}))
+    layer = Layer(**{name: {"hidden_states": x, **args}.get(name) for name in LAYER_FIELDS})
+    call = checks.Checked(checks.check_layer(layer, args["config"], "auto"), args["config"], "auto")
+    assert schedule_of(plan(call, x, args).steps) == expected
 
 
 def test_the_products_take_the_tables_tiles(made: Any) -> None:
