@@ -256,7 +256,7 @@ def layer_choices(shape: LayerShape, tables: tuple[Table, ...] = ()) -> tuple[Ch
         schedule = _schedule(shape.S)
         choices |= dict.fromkeys(Choice(tiles, schedule) for tiles in layer_variants(shape.kind))
         few = range(1, OVERLAPPING_SLOTS // shape.K + 1)
-        choices |= dict.fromkeys(narrow for T in few if (narrow := _narrow(shape, T)))
+        choices |= dict.fromkeys(_heuristic(shape, T) for T in few if _splits(shape, T) > 1)
     return tuple(choices)
 
 
@@ -271,35 +271,35 @@ def _row(shape: LayerShape, most: float, tables: tuple[Table, ...]) -> Choice | 
 def _heuristic(shape: LayerShape, T: int) -> Choice:
     """The shared expert runs beside the routed ones, or as one of them where these are few and narrow."""
     tiles = layer_tiles(shape.kind, T, shape.H, shape.E, shape.K, shape.S)
-    return _narrow(shape, T) or Choice(tiles, _schedule(shape.S))
+    kind, _, other = shape.kind.partition("+")
+    splits = _splits(shape, T)
+    if splits > 1:
+        gemm1, gemm2 = _NARROW[kind]
+        tiles = tiles._replace(gemm1=gemm1._replace(splits=splits), gemm2=gemm2, overlaps=True, one_launch=True)
+        if shape.S and not other and shape.S % shape.I == 0:
+            return Choice(tiles, "fused")
+    return Choice(tiles, _schedule(shape.S))
 
 
 def _schedule(S: int) -> str:
     return "dual" if S else "serial"
 
 
-def _narrow(shape: LayerShape, T: int) -> Choice | None:
-    """What is fastest where the routed experts' GEMM 1 has so few tiles that programs share them; else None."""
-    kind, _, other = shape.kind.partition("+")
-    slots = T * shape.K
-    if kind not in _NARROW or slots > OVERLAPPING_SLOTS:
-        return None
-    gemm1, gemm2 = _NARROW[kind]
+def _splits(shape: LayerShape, T: int) -> int:
+    """Programs for a tile of GEMM 1: several where there are few tiles for many multiprocessors."""
+    kind, slots = shape.kind.partition("+")[0], T * shape.K
+    if kind not in _NARROW or slots > OVERLAPPING_SLOTS or T > _NARROW[kind][0].block_m:
+        return 1
+    gemm1, _ = _NARROW[kind]
     programs = min(shape.E, slots) * -(-shape.I // gemm1.block_n)
     splits = MOST_SPLITS
     while splits > 1 and (
         splits * programs > AT_ONCE
         or shape.H < splits * _SPLIT_LEAST
-        or shape.H % (splits * gemm1.block_k)
-        or T > gemm1.block_m
+        or shape.H % (splits * gemm1.block_k)  # no whole steps in a part
     ):
         splits //= 2
-    if splits == 1:
-        return None
-    tiles = layer_tiles(shape.kind, T, shape.H, shape.E, shape.K, shape.S)
-    tiles = tiles._replace(gemm1=gemm1._replace(splits=splits), gemm2=gemm2, overlaps=True, one_launch=True)
-    fused = shape.S > 0 and not other and shape.S % shape.I == 0
-    return Choice(tiles, "fused" if fused else _schedule(shape.S))
+    return splits
 
 
 @functools.lru_cache(maxsize=1024)
