@@ -140,7 +140,7 @@ def _triton() -> Iterator[Finding]:
 def _packages() -> Iterator[Finding]:
     for name, purpose in {
         "transformers": "replace_moe_blocks and `run` need it",
-        "matplotlib": "`bench --plot` needs it",
+        "matplotlib": "`bench --plot` and the pictures of `trace` need it",
     }.items():
         try:
             yield Finding(name, "ok", importlib.metadata.version(name))

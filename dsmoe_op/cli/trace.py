@@ -409,6 +409,7 @@ def _command(options: argparse.Namespace, parser: argparse.ArgumentParser) -> in
                 view, calls = cut(view, options.window), None
             except ValueError as error:
                 raise CommandError(f"--window: {error}") from None
+            words += ", of which {:g} to {:g} us".format(*options.window)
         if not options.no_picture:
             files += timeline.save(view.ranges, view.lanes, base, finding(view), words)
     if options.json:
