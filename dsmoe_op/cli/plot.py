@@ -38,7 +38,7 @@ def save(cells: Sequence[Cell], path: Path, title: str) -> list[Path]:
     panels = list(dict.fromkeys((cell.shape, cell.dtype) for cell in cells))
     columns = min(COLUMNS, len(panels))
     rows = math.ceil(len(panels) / columns)
-    figure, axes = pyplot.subplots(rows, columns, squeeze=False, figsize=(6.4 * columns, 5.2 * rows + 0.8))
+    figure, axes = pyplot.subplots(rows, columns, squeeze=False, figsize=(6.4 * columns, 6.2 * rows + 0.8))
     for (shape, dtype), axis in zip(panels, axes.flat, strict=False):
         _panel(axis, [cell for cell in cells if (cell.shape, cell.dtype) == (shape, dtype)])
         axis.set_title(f"{shape}, {dtype}", fontsize=11)
@@ -62,7 +62,7 @@ def save_figure(figure: Any, path: Path) -> list[Path]:
 
 def _panel(axis: Any, cells: Sequence[Cell]) -> None:
     """Ours with full lines, peers dashed, the floor black; what was wrong has no line."""
-    import matplotlib
+    import matplotlib.ticker
 
     colors = matplotlib.colormaps["tab20"]
     cells = sorted(cells, key=lambda cell: cell.tokens)
@@ -90,8 +90,11 @@ def _panel(axis: Any, cells: Sequence[Cell]) -> None:
     axis.plot(tokens, [cell.floor_us for cell in cells], color="black", linewidth=1.6, linestyle=":", label="floor")
     axis.set_xscale("log", base=2)
     axis.set_yscale("log")
+    axis.yaxis.set_major_locator(matplotlib.ticker.LogLocator(subs=(1, 2, 5)))
+    axis.yaxis.set_major_formatter("{x:,g}")
+    axis.yaxis.set_minor_formatter(matplotlib.ticker.NullFormatter())
     axis.set_xticks(tokens, [str(T) for T in tokens])
     axis.set_xlabel("tokens")
     axis.set_ylabel("time of a layer, us")
     axis.grid(True, which="both", alpha=0.25)
-    axis.legend(fontsize=7, ncols=2, loc="upper left")
+    axis.legend(fontsize=7, ncols=3, loc="upper center", bbox_to_anchor=(0.5, -0.12), frameon=False)  # below
