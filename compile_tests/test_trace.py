@@ -121,13 +121,14 @@ def test_a_saved_trace_of_any_program_has_its_figures_and_its_lanes(show: Any, t
     assert {row["part"] for row in result["parts"]} == {"other"}
 
 
-@pytest.mark.parametrize(("name", "shown"), [(None, "path"), ("/tmp/x/trace.json", "path"), ("a layer", "a layer")])
-def test_a_saved_trace_is_called_what_it_was_saved_as(show: Any, tmp_path: pathlib.Path, name, shown) -> None:
+@pytest.mark.parametrize(
+    "named", [{}, *({"traceName": name} for name in ("/tmp/x/trace.json", "", None, 7, "a layer"))]
+)
+def test_a_saved_trace_is_called_what_it_was_saved_as(show: Any, tmp_path: pathlib.Path, named) -> None:
     path = pathlib.Path(saved(random_work(9, (7, 20)), tmp_path / "some.json"))
-    if name is not None:
-        path.write_text(json.dumps(json.loads(path.read_text()) | {"traceName": name}))
+    path.write_text(json.dumps(json.loads(path.read_text()) | named))
     _, result = show("--from", str(path), "--no-picture")
-    assert result["what"] == (str(path) if shown == "path" else shown)
+    assert result["what"] == ("a layer" if "a layer" in named.values() else str(path))
 
 
 def test_a_window_has_its_own_figures(show: Any, tmp_path: pathlib.Path) -> None:

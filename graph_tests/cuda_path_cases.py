@@ -265,6 +265,30 @@ def test_calls_of_many_rows_by_a_plan_compute_the_reference_too(monkeypatch, T, 
     )
 
 
+@pytest.mark.parametrize(
+    ("format", "splits", "limit"), [(None, 2, 3e-3), (None, 4, 3e-3), ("fp8_channel", 4, 2e-2), ("int4", 4, 3e-3)]
+)
+def test_calls_whose_programs_share_tiles_by_the_heuristic_compute_the_reference_too(
+    monkeypatch, format, splits, limit
+) -> None:
+    """Fused, with more rows of an expert than a tile of 8 has, where tokens name one twice."""
+    on_the_cpu(monkeypatch)
+    monkeypatch.setattr(tuning, "_SPLIT_LEAST", 128)
+    monkeypatch.setattr(tuning, "layer_choice", tuning.layer_choice.__wrapped__)  # remembers nothing
+    I, (T, H) = 80, (2, 512) if splits == 4 else (8, 256)  # 16 slots at most
+    sizes = {"T": T, "H": H, "I": I, "S": 2 * I}
+    kind = tuning.layer_kind(torch.float16, False, format, format)
+    tiles, auto = tuning.layer_choice(tuning.LayerShape(kind, H, I, SIZES["E"], 2, 2 * I), T)
+    assert (tiles.gemm1.splits, auto) == (splits, "fused")
+
+    def draw() -> tuple[Tensor, dict]:
+        x, args = make("scaled_output", "topk_ids", torch.float16, **sizes, valid_tokens=T - 1, expert_bias=True)
+        args["topk_ids"][:, 1] = args["topk_ids"][: T // 2, 0] = args["topk_ids"][0, 0].clone()
+        return x, quantized(args, format, format)
+
+    check_calls_by_a_plan("auto", draw, limit)
+
+
 def check_calls_by_a_plan(schedule: str, draw: Callable[[], tuple[Tensor, dict]], limit: float) -> None:
     call: checks.Checked | None = None
     for _ in range(2):

@@ -45,7 +45,9 @@ def test_a_tuned_table_serves_right_layers_in_its_schedules(format, tokens, tmp_
     for T in tokens:
         row = table.rows[candidates.layer_shape(shape), bucket(T)]
         assert row.us["layer"] <= row.heuristic_us["layer"]
-        assert set(row.us) == {"gemm1", "gemm2", "shared_gemm1", "shared_gemm2", "layer"}
+        timed = candidates.tiles(shape, T)  # others, such as tiles that programs share, are of one launch alone
+        assert row.us.keys() == {"layer", *(n for n in timed if getattr(row.choice.tiles, n) in timed[n])}
+        assert row.us.keys() >= {"shared_gemm1", "shared_gemm2"}
         x, weights = problem.inputs(T)[0], problem.tensors(problem.at(0))
         prepare(x, config=shape.config, **weights)
         graph, out = capture(lambda x=x, w=weights: dual_stream_moe(x, config=shape.config, **w))

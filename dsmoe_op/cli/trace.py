@@ -438,8 +438,9 @@ def _from_file(options: argparse.Namespace) -> tuple[View, str]:
         raise CommandError(f"--gpu: {error}") from None
     devices = {w.device for w in work}
     others = f", GPU {view.device} of {len(devices)} (--gpu shows another)" if len(devices) > 1 else ""
-    name = str(trace.get("traceName", ""))  # PyTorch's is a path
-    return view, f"{path if name.endswith('.json') or not name else name}{others}"
+    name = trace.get("traceName")
+    is_title = isinstance(name, str) and name and not name.endswith(".json")  # PyTorch's is a path
+    return view, f"{name if is_title else path}{others}"
 
 
 def _profile(options: argparse.Namespace, parser: argparse.ArgumentParser, device: torch.device) -> Profiled:

@@ -39,6 +39,8 @@ def assert_dual_stream(
     fork and its join no routed kernel is ordered with a shared one, and each of either has one of the other there. So
     name the kernels that must run side by side, and not, say, a router that runs before the fork.
 
+    A layer of this library with schedule="auto" has one branch where that is "fused", as at few tokens of narrow ones.
+
     `fn` is called twice, so that all is compiled and loaded, and then a third time in the capture, where nothing runs
     on the GPU. What torch.compile made with mode="reduce-overhead" or "max-autotune" captures graphs of its own, which
     do not go into another; compiled without a mode it has the same kernels and streams.
