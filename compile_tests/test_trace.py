@@ -325,6 +325,22 @@ def test_the_picture_has_lanes_parts_and_figures_by_name(show: Any, tmp_path: pa
 
 # --- on a CPU -------------------------------------------------------------------------------------------------------
 
+
+def test_a_recording_has_its_calls_and_nothing_of_what_ran_before_them() -> None:
+    def call(name: str) -> None:
+        with torch.profiler.record_function(name):
+            torch.ones(3) + 1
+
+    def named(trace: profiling.Trace) -> list[str]:
+        return [e["name"] for e in trace["traceEvents"] if e.get("ph") == "X" and e.get("cat") == "user_annotation"]
+
+    assert named(profiling.record(lambda: call("mine"), calls=3)) == ["mine"] * 3
+    trace = profiling.record(lambda: call("mine"), calls=2, before=lambda: call("before"))
+    assert named(trace) == ["mine"] * 2
+    assert sum(event.get("name") == "aten::add" for event in trace["traceEvents"]) == 2
+    assert any(event.get("ph") == "M" for event in trace["traceEvents"])
+
+
 LAYER = ("--shape", "64/32/16/4/48", "--tokens", "5", "--calls", "3")
 
 

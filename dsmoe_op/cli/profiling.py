@@ -66,10 +66,16 @@ def profile(call: Callable[[], object], *, calls: int = 4) -> list[Work]:
     return read_trace(record(call, calls=calls))
 
 
-def record(call: Callable[[], object], *, calls: int = 1) -> Trace:
+_RECORDED = "recorded from here"
+
+
+def record(call: Callable[[], object], *, calls: int = 1, before: Callable[[], object] | None = None) -> Trace:
     """The trace of `calls` calls: what the CPU did, and the GPU where there is one.
 
     The profiler's exported trace is read, whose format is the same in all versions of torch that are supported.
+
+    Args:
+        before: runs first, and is not in the trace: a profiler that starts holds up the first kernels of a stream.
     """
     from torch.profiler import ProfilerActivity
 
@@ -77,13 +83,29 @@ def record(call: Callable[[], object], *, calls: int = 1) -> Trace:
     wait: Callable[[], object] = torch.cuda.synchronize if gpu else lambda: None
     wait()
     with torch.profiler.profile(activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if gpu else [])]) as run:
-        for _ in range(calls):
-            call()
-        wait()
+        if before is not None:
+            before()
+            wait()
+        with torch.profiler.record_function(_RECORDED):
+            for _ in range(calls):
+                call()
+            wait()
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "trace.json")
         run.export_chrome_trace(str(path))
-        return read_file(path)
+        return _recorded(read_file(path))
+
+
+def _recorded(trace: Trace) -> Trace:
+    """Without what was before `record`'s calls; events that describe others have no time that counts."""
+    events = trace["traceEvents"]
+    marks = [e for e in events if e.get("name") == _RECORDED and e.get("cat") == "user_annotation"]
+    begin = float(marks[0]["ts"]) if marks else -math.inf
+
+    def stays(event: dict[str, Any]) -> bool:
+        return event.get("name") != _RECORDED and (event.get("ph") == "M" or float(event.get("ts", begin)) >= begin)
+
+    return trace | {"traceEvents": [event for event in events if stays(event)]}
 
 
 def read_file(path: Path) -> Trace:

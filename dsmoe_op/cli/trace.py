@@ -103,9 +103,13 @@ def profile_layer(options: argparse.Namespace, device: torch.device, bar: Any) -
             captured = timing.capture(call, options.calls)
             profiled = captured.graph.replay
         profiled()
-        if device.type == "cuda":  # weights are cold, as in a model
-            torch.empty(int(COLD_BYTES), dtype=torch.uint8, device=device).zero_()
-        trace = profiling.record(profiled)
+
+        def before() -> None:
+            profiled()
+            if device.type == "cuda":  # weights are cold, as in a model
+                torch.empty(int(COLD_BYTES), dtype=torch.uint8, device=device).zero_()
+
+        trace = profiling.record(profiled, before=before)
     bar.update()
     name = shape.name if shape.name == shape.numbers else f"{shape.name} ({shape.numbers})"
     words = f"{_plural(options.calls, 'call')} of {name}, {_plural(T, 'token')}, {_how(options, device)}"
