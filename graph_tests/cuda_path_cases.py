@@ -1,7 +1,7 @@
 """What the buffers and launches of the CUDA path promise, on the CPU in Triton's interpreter.
 
-`test_cuda_path_interpreter.py` runs this file. A call is `cuda._Call`, its launches are issued in a schedule's order,
-and its buffers are full of garbage first.
+`test_cuda_path_interpreter.py` runs this file. A call is `launches.Call`, its launches are issued in a schedule's
+order, and its buffers are full of garbage first.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch
 from layers import TOLERANCE, WAYS, error, make_layer, quantized, same, tensors_of
 from torch import Tensor
 
-from dsmoe_op import MoEConfig, checks, cuda, formats, reference, streams, tuning
+from dsmoe_op import MoEConfig, checks, cuda, formats, launches, reference, streams, tuning
 from dsmoe_op import schedule as schedules
 from dsmoe_op.checks import LAYER_FIELDS, Layer
 from dsmoe_op.kernels.launch import INTERPRET
@@ -78,9 +78,9 @@ class Run:
         kind = tuning.layer_kind(x.dtype, False, config.routed_format, shared_format)
         tiles = tuning.layer_tiles(kind, dims.T, dims.H, dims.E, dims.K, dims.S)
         tiles = tiles._replace(one_launch=one_launch)
-        specs = itertools.chain(*cuda._buffers(self.layer, dims, config, tiles, finalized))
+        specs = itertools.chain(*launches.buffer_specs(self.layer, dims, config, tiles, finalized))
         buffers = {name: torch.empty(shape, dtype=dtype) for name, shape, dtype in specs}
-        self.call = cuda._Call(cuda._normalised(self.layer, dims, LAYER_FIELDS), dims, config, buffers, tiles, False)
+        self.call = launches.Call(cuda._normalised(self.layer, dims, LAYER_FIELDS), dims, config, buffers, tiles, False)
         self.inputs = tensors_of(x, args)
         resolved = schedules.resolve(schedule, has_shared=dims.S > 0)
         present = frozenset(self.inputs) & schedules.OPTIONAL
@@ -145,7 +145,7 @@ def test_quantised_weights_compute_the_reference_in_every_schedule(shared) -> No
                 together = Run(x, args, schedule, one_launch=True).issue().out
                 assert same(together, out), (routed, name, way, schedule)
             with pytest.MonkeyPatch.context() as patch:
-                patch.setattr(cuda, "_CODED_H_TOKENS", 0)
+                patch.setattr(launches, "CODED_H_TOKENS", 0)
                 of_many = Run(x, args, schedule)
                 assert same(of_many.issue().out, out), (routed, name, way, schedule)
             made = {step.name for step in of_many.steps if isinstance(step, Launch)} & {

@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from dsmoe_op import MoEConfig, checks, dual_stream_moe, reference, streams, tuning
 from dsmoe_op.cli import profiling
-from dsmoe_op.tuning import Tile
+from dsmoe_op.tuning import LayerTiles, Tile
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
@@ -269,14 +269,19 @@ class Allocations(TorchDispatchMode):
         return made
 
 
-@contextlib.contextmanager
-def with_tiles(**changes: Any) -> Iterator[None]:
+def with_tiles(**changes: Any) -> contextlib.AbstractContextManager[None]:
     """Calls inside have what is chosen for them, but for these fields of `tuning.LayerTiles`."""
+    return with_changed(lambda tiles: tiles._replace(**changes))
+
+
+@contextlib.contextmanager
+def with_changed(change: Callable[[LayerTiles], LayerTiles]) -> Iterator[None]:
+    """Calls inside have what `change` makes of what is chosen for them."""
     layer_choice = tuning.layer_choice
 
     def changed(*given: Any) -> tuning.Choice:
         choice = layer_choice(*given)
-        return choice._replace(tiles=choice.tiles._replace(**changes))
+        return choice._replace(tiles=change(choice.tiles))
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(checks, "_checked", {})  # plans that are made inside stay there

@@ -23,7 +23,7 @@ import pytest
 import torch
 import triton
 import triton.language as tl
-from gpu import CONFIG, FORMATS, QUANTISED_SIZES, SPLIT, Block, Formats, issuing, schedules_of, with_tiles
+from gpu import CONFIG, FORMATS, QUANTISED_SIZES, SPLIT, Block, Formats, issuing, schedules_of, with_changed, with_tiles
 from layers import error
 from torch import Tensor
 
@@ -71,20 +71,10 @@ def apart(kept: list[Tensor]) -> Callable[..., list[Any]]:
     return table
 
 
-@contextlib.contextmanager
-def nothing_persistent() -> Iterator[None]:
+def not_persistent(tiles: tuning.LayerTiles) -> tuning.LayerTiles:
     """The copy engine stores what persistent products leave, and initcheck does not see its writes."""
-    layer_choice = tuning.layer_choice
-
-    def changed(*given: Any) -> tuning.Choice:
-        choice = layer_choice(*given)
-        tiles = choice.tiles
-        gemm2, shared_gemm2 = (tile._replace(persistent=False) for tile in (tiles.gemm2, tiles.shared_gemm2))
-        return choice._replace(tiles=tiles._replace(gemm2=gemm2, shared_gemm2=shared_gemm2))
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(tuning, "layer_choice", changed)
-        yield
+    gemm2, shared_gemm2 = (tile._replace(persistent=False) for tile in (tiles.gemm2, tiles.shared_gemm2))
+    return tiles._replace(gemm2=gemm2, shared_gemm2=shared_gemm2)
 
 
 def run(mix: Formats) -> None:
@@ -148,7 +138,7 @@ def main() -> None:
     if options.what == "control":
         run_control()
     else:
-        with issuing(count), nothing_persistent() if options.not_persistent else contextlib.nullcontext():
+        with issuing(count), with_changed(not_persistent) if options.not_persistent else contextlib.nullcontext():
             run(LAYERS[options.what])
     options.file.write_text(json.dumps({"launches": launches, "kernels": sorted(kernels)}))
 

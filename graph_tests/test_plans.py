@@ -24,6 +24,7 @@ from dsmoe_op import checks, cuda, kernels, ops, tuning  # noqa: E402
 from dsmoe_op.checks import LAYER_FIELDS, Layer  # noqa: E402
 from dsmoe_op.kernels import launch as launch_module  # noqa: E402
 from dsmoe_op.kernels.launch import Bound, Direct, Recording  # noqa: E402
+from dsmoe_op.launches import Call, buffer_specs  # noqa: E402
 
 __all__ = ["log"]  # a fixture
 BF16, FP32 = torch.bfloat16, torch.float32
@@ -44,9 +45,9 @@ def directly(x: Tensor, args: dict, schedule: str) -> list[tuple]:
     config = args["config"]
     dims = checks.check_layer(layer, config, schedule)
     tiles = tuning.layer_tiles("16bit", *dims[:4], dims.S)
-    specs = itertools.chain(*cuda._buffers(layer, dims, config, tiles, True))
+    specs = itertools.chain(*buffer_specs(layer, dims, config, tiles, True))
     buffers = {name: torch.empty(shape, dtype=dtype) for name, shape, dtype in specs}
-    call = cuda._Call(cuda._normalised(layer, dims, LAYER_FIELDS), dims, config, buffers, tiles, False)
+    call = Call(cuda._normalised(layer, dims, LAYER_FIELDS), dims, config, buffers, tiles, False)
     present = frozenset(n for n in cuda.schedules.OPTIONAL if getattr(layer, n) is not None)
     one_chunk = kernels.num_chunks(dims.T * dims.K, alone=True) == 1
     steps = cuda.schedules.plan(
@@ -221,7 +222,7 @@ def test_buffers_lie_apart_at_multiples_of_256_bytes(way, T) -> None:
     layer = Layer(**{name: {"hidden_states": x, **args}.get(name) for name in LAYER_FIELDS})
     dims = checks.check_layer(layer, args["config"])
     tiles = tuning.layer_tiles("16bit", *dims[:4], dims.S)
-    inside, _ = cuda._buffers(layer, dims, args["config"], tiles, True)
+    inside, _ = buffer_specs(layer, dims, args["config"], tiles, True)
     buffers, size = cuda._laid_out(inside)
     assert all(buffer.offset % 256 == 0 for buffer in buffers)
     spans = sorted((b.offset, b.offset + b.nbytes) for b in buffers)

@@ -17,7 +17,7 @@ import torch
 from layers import WAYS, make_layer, quantized
 from torch import Tensor
 
-from dsmoe_op import checks, cuda, kernels, streams, tuning
+from dsmoe_op import checks, cuda, kernels, launches, streams, tuning
 from dsmoe_op import schedule as schedules
 from dsmoe_op.checks import LAYER_FIELDS, Layer
 from dsmoe_op.kernels import launch as launch_module
@@ -50,7 +50,7 @@ class Recorder:
         monkeypatch.setattr(streams, "relaxed_capture", contextlib.nullcontext)
         monkeypatch.setattr(cuda, "_prepared", set())
         monkeypatch.setattr(schedules, "execute", self.execute)
-        monkeypatch.setattr(cuda._Call, "issue_step", issue_step)
+        monkeypatch.setattr(launches.Call, "issue_step", issue_step)
 
     def launch(self, kernel: Any, grid: tuple[int, ...], args: tuple, meta: dict, *, warmup: bool = False) -> None:
         kinds = tuple(map(kind_of, kernel.params, args))
@@ -64,7 +64,7 @@ class Recorder:
                 issue(step.name, 0)
 
 
-def issue_step(self: cuda._Call, step: Launch, *, overlaps: bool) -> None:
+def issue_step(self: launches.Call, step: Launch, *, overlaps: bool) -> None:
     """As on a GPU where launches can overlap."""
     with kernels.overlapping(step.early and overlaps, step.followed and overlaps):
         self.issue(step.name)

@@ -7,7 +7,7 @@ from typing import TypeVar
 
 import torch
 
-from dsmoe_op import tuning
+from dsmoe_op import schedule, tuning
 from dsmoe_op.cli import shapes
 from dsmoe_op.cli.shapes import Shape
 from dsmoe_op.tuning import Choice, LayerShape, LayerTiles, Tile
@@ -142,7 +142,9 @@ def layer_shape(shape: Shape) -> LayerShape:
 def heuristic(shape: Shape, T: int) -> Choice:
     """What a call takes where there is no table."""
     choice = tuning.layer_choice(layer_shape(shape), T)
-    return choice if choice.schedule in schedules(shape) else choice._replace(schedule="dual")
+    routed, shared = shapes.formats_of(shape)
+    auto = schedule.resolve("auto", has_shared=shape.S > 0, auto=choice.schedule, one_format=routed == shared)
+    return choice._replace(schedule=auto)
 
 
 def whole(tiles: LayerTiles) -> LayerTiles:

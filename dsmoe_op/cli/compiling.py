@@ -169,14 +169,14 @@ def compile_one(job: Job) -> str | None:
 
 def warm_up(job: Job) -> None:
     """Compiles it, on tensors without memory."""
-    from dsmoe_op import cuda, kernels
+    from dsmoe_op import kernels, launches
 
     dims = dims_of(job.shape, 4)
     layer = _without_memory(job.shape, dims)
     tiles = all_of(job.tile or Tile(16, 16, 16, 4, 2))
-    specs = [spec for some in cuda._buffers(layer, dims, job.shape.config, tiles, True) for spec in some]
+    specs = [spec for some in launches.buffer_specs(layer, dims, job.shape.config, tiles, True) for spec in some]
     buffers = {name: torch.empty(shape, dtype=dtype, device="meta") for name, shape, dtype in specs}
-    call = cuda._Call(layer, dims, job.shape.config, buffers, tiles, False)
+    call = launches.Call(layer, dims, job.shape.config, buffers, tiles, False)
     call.warmup = True
     coded_h = schedule.coded_h(job.shape.config, has_shared=dims.S > 0)
     with kernels.overlapping(job.early, job.followed):

@@ -10,7 +10,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from dsmoe_op import cuda, dual_stream_moe, schedule, tuning
+from dsmoe_op import dual_stream_moe, launches, schedule, tuning
 from dsmoe_op.checks import Layer
 from dsmoe_op.cli import candidates, compiling, timing
 from dsmoe_op.cli.candidates import Candidates
@@ -45,11 +45,11 @@ class Trial:
         self._taken = torch.zeros(len(inputs), _TAKEN, dtype=torch.int32, device=inputs[0].device)
         for i, buffers in enumerate(self._buffers):
             buffers["taken"] = self._taken[i, :1]
-        self._routed: dict[tuple[int, int], list[cuda._Call]] = {}
+        self._routed: dict[tuple[int, int], list[launches.Call]] = {}
         self._codes = schedule.coded_rows(self.config, has_shared=self.dims.S > 0)
 
     def _made(self, layer: Layer, tiles: LayerTiles, *names: str) -> dict[str, Tensor]:
-        inside, outputs = cuda._buffers(layer, self.dims, self.config, tiles, True)
+        inside, outputs = launches.buffer_specs(layer, self.dims, self.config, tiles, True)
         device = layer.hidden_states.device
         return {
             name: torch.empty(shape, dtype=dtype, device=device)
@@ -57,7 +57,7 @@ class Trial:
             if not names or name in names
         }
 
-    def _calls(self, tile: Tile) -> list[cuda._Call]:
+    def _calls(self, tile: Tile) -> list[launches.Call]:
         """A call for each input, routed, with its rows in blocks as this tile has them."""
         blocks = tile.block_m, tile.tail
         if blocks not in self._routed:
@@ -65,7 +65,7 @@ class Trial:
             made = []
             for layer, buffers in zip(self.layers, self._buffers, strict=True):
                 own = self._made(layer, tiles, "blocks")
-                call = cuda._Call(layer, self.dims, self.config, buffers | own, tiles, False)
+                call = launches.Call(layer, self.dims, self.config, buffers | own, tiles, False)
                 if self._codes:
                     call.issue("quantize")
                 call.issue("router")
