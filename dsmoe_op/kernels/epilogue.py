@@ -13,7 +13,7 @@ def _sigmoid(x):
 
 
 @triton.jit
-def _activate(gate, up, ACTIVATION: tl.constexpr, CLAMP: tl.constexpr, CLAMP_AFTER: tl.constexpr):
+def activate(gate, up, ACTIVATION: tl.constexpr, CLAMP: tl.constexpr, CLAMP_AFTER: tl.constexpr):
     """`reference.activation` of float32 tiles. Limits are selections, which let a NaN through."""
     if ACTIVATION == "relu2":
         if CLAMP is not None:
@@ -87,14 +87,14 @@ def ended(
         if bias_ptr is not None:
             first += tl.load(bias_ptr + gate_N, mask=in_N, other=0.0).to(tl.float32)[None, :]
             second += tl.load(bias_ptr + up_N, mask=in_N, other=0.0).to(tl.float32)[None, :]
-        return _activate(first, second, ACTIVATION, CLAMP, CLAMP_AFTER)
+        return activate(first, second, ACTIVATION, CLAMP, CLAMP_AFTER)
     else:
         if SWAP:
             sum = sum.T
         if bias_ptr is not None:
             sum += tl.load(bias_ptr + c_N, mask=in_N, other=0.0).to(tl.float32)[None, :]
         if ACTIVATION is not None:
-            sum = _activate(sum, sum, ACTIVATION, CLAMP, CLAMP_AFTER)
+            sum = activate(sum, sum, ACTIVATION, CLAMP, CLAMP_AFTER)
         return sum
 
 
