@@ -325,7 +325,7 @@ def check_rows(rows: kernels.Rows, want) -> None:
     offsets, order, row_of = want[:3]
     N, B = len(rows.sorted_slot_N), rows.block_m
     assert rows.offsets.tolist() == offsets
-    assert rows.taken.tolist() == [0]
+    assert rows.taken.tolist() == [0, 0]
     assert not rows.arrivals.any()
     assert rows.sorted_slot_N[: offsets[-1]].tolist() == order
     assert torch.equal(rows.row_of_TK.long(), row_of)

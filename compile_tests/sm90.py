@@ -13,6 +13,7 @@ import bounds
 import pytest
 import torch
 import triton
+from layers import LAUNCHERS
 from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.runtime.driver import driver
@@ -26,8 +27,6 @@ BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 V3 = MoEConfig(top_k=8, n_group=8, topk_group=4, routed_scaling_factor=2.5)
 SHARED_MEMORY = 227 * 1024
 FORMS = ("routed", "shared", "fused")
-LAUNCHERS = ("quantize", "router", "route", "gemm", "gemm2_persistent", "experts", "gate", "finalize")
-"""Modules of kernels that launch."""
 TOKENS = (1, 2, 3, 15, 16, 17, 64, 65, 500, 1000, 5000, 70000)
 
 
@@ -103,7 +102,7 @@ class Layer:
         E, N = self.E, self.T * self.config.top_k
         blocks, counters = ints(3, kernels.num_blocks(N, E, block_m)), ints(kernels.num_counters(N, E))
         arrivals = ints(blocks.shape[1] + self.T + self.H)  # more than any tile needs
-        return kernels.Rows(ints(E + 1), ints(N), self.slots(), blocks, block_m, 0, counters, ints(1), arrivals)
+        return kernels.Rows(ints(E + 1), ints(N), self.slots(), blocks, block_m, 0, counters, ints(2), arrivals)
 
     def routing(self, warmup: bool = True) -> None:
         """Each way to route: from hidden_states, from logits, and from ids."""

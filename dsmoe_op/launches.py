@@ -48,7 +48,7 @@ def buffer_specs(
         inside += [(f"{name}_codes", (rows, width), formats.E4M3), (f"{name}_scales", (rows, *groups), f32)]
     inside += [
         ("counters", (kernels.num_counters(N, E),), i32),
-        ("taken", (1,), i32),
+        ("taken", (2,), i32),
         ("arrivals", (kernels.num_arrivals(blocks, T, H, I, S, tiles[:2]) if tiles.one_launch else 0,), i32),
         ("parts", (kernels.num_parts(T, K, I, S, config.gated, tiles.gemm1) if tiles.one_launch else 0,), f32),
         ("offsets", (E + 1,), i32),
@@ -251,6 +251,7 @@ class Call:
             sorted_slot_N=self.rows.sorted_slot_N if routed else None,
             topk_weights_TK=self.slot_weights if routed else None,
             h_NI=self.h if routed else None,
+            taken=self.rows.taken if routed else None,
             shared_w13=self.layer.shared_w13 if shared else None,
             h_shared_TS=self.shared_h if shared else None,
             num_valid_tokens=self.num_valid_tokens,

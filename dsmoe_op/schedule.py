@@ -168,7 +168,7 @@ def plan(
         routed.append(launch("fused_gemm2", f"h {gemm2} offsets shared_h {shared2}", "y shared"))
         shared = []
     else:
-        routed.append(launch("gemm1", gemm1, "h", branch))
+        routed.append(launch("gemm1", gemm1, "h", branch, "taken"))
         if "routed" in coded_h:
             routed.append(launch("quantize_h", "h offsets", h, branch))
         routed.append(launch("gemm2", f"{h} {gemm2} offsets", "y", branch, "taken"))

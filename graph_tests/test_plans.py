@@ -12,7 +12,7 @@ from unittest import mock
 
 import pytest
 import torch
-from layers import WAYS, make_layer
+from layers import LAUNCHERS, WAYS, make_layer
 from torch import Tensor
 
 triton = pytest.importorskip("triton", reason="no triton")
@@ -54,7 +54,7 @@ def directly(x: Tensor, args: dict, schedule: str) -> list[tuple]:
         schedule, present, zero_experts=False, finalized=True, one_chunk=one_chunk, one_launch=tiles.one_launch
     )
     with pytest.MonkeyPatch.context() as patch:
-        for name in ("quantize", "router", "route", "gemm", "gemm2_persistent", "experts", "gate", "finalize"):
+        for name in LAUNCHERS:
             patch.setattr(sys.modules[f"dsmoe_op.kernels.{name}"], "launch", launch)
         for step in steps:
             if isinstance(step, cuda.schedules.Launch):

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from layers import WAYS, make_layer, quantized
+from layers import LAUNCHERS, WAYS, make_layer, quantized
 from torch import Tensor
 
 from dsmoe_op import checks, cuda, kernels, launches, streams, tuning
@@ -45,7 +45,7 @@ class Recorder:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.warm: set[object] = set()
         self.launched: set[object] = set()
-        for name in ("quantize", "router", "route", "gemm", "gemm2_persistent", "experts", "gate", "finalize"):
+        for name in LAUNCHERS:
             monkeypatch.setattr(sys.modules[f"dsmoe_op.kernels.{name}"], "launch", self.launch)
         monkeypatch.setattr(streams, "relaxed_capture", contextlib.nullcontext)
         monkeypatch.setattr(cuda, "_prepared", set())

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from layers import make_layer, quantized
+from layers import LAUNCHERS, make_layer, quantized
 from torch import Tensor
 
 pytest.importorskip("triton", reason="no triton")
@@ -33,7 +33,7 @@ def made(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[bool, str, int,
     def launch(kernel: Any, grid: Any, args: Any, meta: dict[str, Any], *, warmup: bool = False) -> None:
         found.append((warmup, kernel.fn.__name__, meta.get("BLOCK_M", 0), meta))
 
-    for name in ("quantize", "router", "route", "gemm", "gemm2_persistent", "experts", "gate", "finalize"):
+    for name in LAUNCHERS:
         monkeypatch.setattr(sys.modules[f"dsmoe_op.kernels.{name}"], "launch", launch)
     monkeypatch.setattr(streams, "relaxed_capture", contextlib.nullcontext)
     monkeypatch.setattr(cuda, "_prepared", set())

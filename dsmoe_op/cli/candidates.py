@@ -99,6 +99,8 @@ _MANY_ROWS: dict[tuple[str, str], tuple[Tile, ...]] = {
         Tile(64, 32, 128, 4, 4, swap=True, least_m=16),
         Tile(64, 128, 128, 8, 3, swap=True, least_m=16),
         Tile(128, 32, 128, 8, 3, swap=True, least_m=16),
+        Tile(64, 64, 128, 4, 3, swap=True, persistent=True, least_m=16),
+        Tile(128, 32, 128, 8, 3, swap=True, persistent=True, least_m=16),
     ),
     ("fp8", "gemm2"): (
         Tile(64, 128, 128, 8, 3, swap=True, least_m=16),

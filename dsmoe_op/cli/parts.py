@@ -25,6 +25,7 @@ _LABELS = {
     "_experts": "experts",
     "_shared_gate": "shared",
     "_grouped_gemm": "product",
+    "_persistent_gemm1": "product",
     "_persistent_gemm2": "product",
     "_zero_rows": "GEMM2",
     "_finalize": "finalize",

@@ -25,7 +25,7 @@ LIMIT = 1e-2
 rows are the same for all; in a layer whose rows become fp8 between its products it is ROWS_LIMITS'."""
 _OUTPUTS = {"gemm1": "h", "gemm2": "y", "shared_gemm1": "shared_h", "shared_gemm2": "shared"}
 _TAKEN = 64
-"""Elements between two counters: binaries count on addresses that are multiples of 16 bytes."""
+"""Elements between two pairs of counters: binaries count on addresses that are multiples of 16 bytes."""
 
 Say = Callable[[str], None]
 """Takes what went wrong with a candidate."""
@@ -44,7 +44,7 @@ class Trial:
         # In one tensor, so that one launch a replay zeroes them.
         self._taken = torch.zeros(len(inputs), _TAKEN, dtype=torch.int32, device=inputs[0].device)
         for i, buffers in enumerate(self._buffers):
-            buffers["taken"] = self._taken[i, :1]
+            buffers["taken"] = self._taken[i, :2]
         self._routed: dict[tuple[int, int], list[launches.Call]] = {}
         self._codes = schedule.coded_rows(self.config, has_shared=self.dims.S > 0)
 
@@ -78,7 +78,7 @@ class Trial:
         calls = self._calls(tile)
 
         def run(i: int) -> Tensor:
-            if i == 0 and name == "gemm2":
+            if i == 0 and name in ("gemm1", "gemm2"):
                 self._taken.zero_()
             calls[i].tiles = compiling.all_of(tile)
             calls[i].issue(name)

@@ -19,7 +19,10 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from dsmoe_op.config import MoEConfig
 from dsmoe_op.kernels.coded import PLAIN, Coded, coded_products
 from dsmoe_op.kernels.epilogue import ended, store, store_zeros
-from dsmoe_op.kernels.gemm2_persistent import gemm2_persistent, takes
+from dsmoe_op.kernels.gemm1_persistent import gemm1_persistent
+from dsmoe_op.kernels.gemm1_persistent import takes as takes_w13
+from dsmoe_op.kernels.gemm2_persistent import gemm2_persistent
+from dsmoe_op.kernels.gemm2_persistent import takes as takes_w2
 from dsmoe_op.kernels.launch import INTERPRET, launch, row_stride
 from dsmoe_op.kernels.operands import finished, load_a, weight_rows
 from dsmoe_op.kernels.overlap import begin
@@ -39,6 +42,7 @@ def gemm1(
     sorted_slot_N: Tensor | None = None,
     topk_weights_TK: Tensor | None = None,
     h_NI: Tensor | None = None,
+    taken: Tensor | None = None,
     shared_w13: Tensor | None = None,
     h_shared_TS: Tensor | None = None,
     num_valid_tokens: Tensor | None = None,
@@ -59,6 +63,7 @@ def gemm1(
         blocks, sorted_slot_N: as `order_rows` leaves them (`Rows`).
         topk_weights_TK: float32 [T, K] contiguous; read with config.apply_router_weight_on_input alone.
         h_NI: the experts' rows are written; [T*K, I] contiguous.
+        taken: as `order_rows` leaves it, for a persistent tile.
         shared_w13: [2S, H] ([S, H]), unit stride in one dim.
         h_shared_TS: written; [T, S] contiguous; zeros from num_valid_tokens on.
         num_valid_tokens: int32 [1], for the shared rows; the routed ones have none beyond it.
@@ -77,10 +82,27 @@ def gemm1(
         assert h_NI is not None
         weight_on_input = topk_weights_TK if config.apply_router_weight_on_input else None
         a, a_scale = _rows_for(coded, x_TH, x_codes_TH, x_scales)
+        alone = shared_w13 is None and weight_on_input is None
+        if alone and _is_persistent_gemm1(tile, a_scale, w13, h_NI, config, coded, shared=False):
+            assert a_scale is not None
+            assert taken is not None
+            gemm1_persistent(
+                a, a_scale, w13, h_NI, config=config, coded=coded, block_m=tile.block_m, bias=w13_bias,
+                blocks_3B=blocks, sorted_slot_N=sorted_slot_N, taken=taken, warmup=warmup,
+            )  # fmt: skip
+            return
         routed = _Part(a, w13, h_NI, w13_bias, blocks, sorted_slot_N, weight_on_input, coded=coded, a_scale=a_scale)
     if shared_w13 is not None:
         assert h_shared_TS is not None
         a, a_scale = _rows_for(shared_coded, x_TH, x_codes_TH, x_scales)
+        alone = routed is None and num_valid_tokens is None
+        if alone and _is_persistent_gemm1(tile, a_scale, shared_w13, h_shared_TS, config, shared_coded, shared=True):
+            assert a_scale is not None
+            gemm1_persistent(
+                a, a_scale, shared_w13, h_shared_TS, config=config, coded=shared_coded, block_m=tile.block_m,
+                warmup=warmup,
+            )  # fmt: skip
+            return
         shared = _Part(a, shared_w13, h_shared_TS, coded=shared_coded, a_scale=a_scale)
     activation = {
         "ACTIVATION": config.activation,
@@ -90,6 +112,14 @@ def gemm1(
         "CLAMP_AFTER": config.clamp_after_activation,
     }
     _grouped(tile, config.top_k, routed, shared, num_valid_tokens, False, activation, allow_tf32, warmup)
+
+
+def _is_persistent_gemm1(
+    tile: Tile, a_scale: Tensor | None, w13: Tensor, h: Tensor, config: MoEConfig, coded: Coded, *, shared: bool
+) -> bool:
+    """Whether this product is that of `gemm1_persistent`: of codes, to 16 bits."""
+    fits = a_scale is not None and h.itemsize == 2
+    return tile.persistent and not INTERPRET and fits and takes_w13(w13, tile.block_m, config, coded, shared=shared)
 
 
 def _rows_for(
@@ -149,7 +179,7 @@ def gemm2(
         assert h_NI is not None
         assert y_NH is not None
         a, a_scale = _rows_for(coded, h_NI, h_codes_NI, h_scales)
-        if shared_w2 is None and y_NH.shape[0] and _is_persistent(tile, a, w2, y_NH, coded):
+        if shared_w2 is None and y_NH.shape[0] and _is_persistent_gemm2(tile, a, w2, y_NH, coded):
             assert blocks is not None
             assert offsets is not None
             assert taken is not None
@@ -166,7 +196,7 @@ def gemm2(
         assert shared_TH is not None
         plain = gate_T is None and num_valid_tokens is None and routed is None and shared_TH.shape[0]
         a, a_scale = _rows_for(shared_coded, h_shared_TS, h_shared_codes_TS, h_shared_scales)
-        if plain and _is_persistent(tile, a, shared_w2, shared_TH, shared_coded):
+        if plain and _is_persistent_gemm2(tile, a, shared_w2, shared_TH, shared_coded):
             gemm2_persistent(
                 a, shared_w2, shared_TH, block_m=tile.block_m, coded=shared_coded, h_scales=a_scale, warmup=warmup
             )
@@ -176,10 +206,10 @@ def gemm2(
         _grouped(tile, config.top_k, routed, shared, num_valid_tokens, zero_tail, {}, allow_tf32, warmup)
 
 
-def _is_persistent(tile: Tile, a: Tensor, w2: Tensor, y: Tensor, coded: Coded) -> bool:
+def _is_persistent_gemm2(tile: Tile, a: Tensor, w2: Tensor, y: Tensor, coded: Coded) -> bool:
     """Whether this product is that of `gemm2_persistent`: of rows in the dtype of the weights, to 16 bits."""
     fits = a.dtype == w2.dtype and y.itemsize == 2
-    return tile.persistent and not INTERPRET and fits and takes(w2, tile.block_m, coded)
+    return tile.persistent and not INTERPRET and fits and takes_w2(w2, tile.block_m, coded)
 
 
 def _zero_rows_after(offsets: Tensor, y_NH: Tensor, *, warmup: bool) -> None:

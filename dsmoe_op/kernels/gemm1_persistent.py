@@ -1,7 +1,7 @@
 """GEMM 1 of fp8 weights for many rows: persistent programs with a producer and two consumers, in Gluon (sm_90).
 
-As in `gemm2_persistent`, whose ring this is: an item is a tile of a block's rows, 64 or 128 of them by 128 columns of h, and
-programs take items by a counter.
+One program an SM takes item after item, as in `gemm2_persistent`. An item is a tile of a block's rows: 64 or 128 of
+them by 128 columns of h.
 
 - The producer, a warpgroup, gathers rows of x with asynchronous copies, and fetches rows of w13 by the copy engine: the
   gate's and the up's 64 for each consumer. A buffer is full when all of its threads' copies and the engine's have come.
@@ -28,19 +28,20 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from dsmoe_op.config import MoEConfig
 from dsmoe_op.kernels.coded import Coded
 from dsmoe_op.kernels.epilogue import activate
-from dsmoe_op.kernels.gemm2_persistent import (
-    _GL_DTYPE,
-    _is_hopper,
-    _item,
-    _load,
-    _multiprocessors,
-    _next,
-    _scale,
-    _take,
-    _tell,
-    _told,
-)
 from dsmoe_op.kernels.launch import launch
+from dsmoe_op.kernels.ring import (
+    GL_DTYPE,
+    gather,
+    is_hopper,
+    item_at,
+    load_box,
+    load_scales,
+    multiprocessors,
+    next_buffer,
+    take_item,
+    tell,
+    told,
+)
 
 _PAIRS = 64
 """Gate and up rows of a consumer's part of an item."""
@@ -65,7 +66,7 @@ def takes(w13: Tensor, block_m: int, config: MoEConfig, coded: Coded, *, shared:
         kinds = form[:1] == ("fp8_channel",)
     aligned = w13.data_ptr() % 16 == 0 and w13.shape[-1] % 16 == 0
     fits = apart and kinds and block_m in _STAGES and w13.dtype == torch.float8_e4m3fn
-    return fits and w13.is_contiguous() and aligned and _is_hopper(w13.device)
+    return fits and w13.is_contiguous() and aligned and is_hopper(w13.device)
 
 
 def gemm1_persistent(
@@ -99,7 +100,7 @@ def gemm1_persistent(
     form = coded.form
     assert form is not None
     box = [2, _PAIRS, _STEP]
-    layout = gl.NVMMASharedLayout.get_default_for(box, _GL_DTYPE[w13.dtype])
+    layout = gl.NVMMASharedLayout.get_default_for(box, GL_DTYPE[w13.dtype])
     args = (
         x_codes_TH,
         x_scales,
@@ -130,7 +131,7 @@ def gemm1_persistent(
         "PRODUCER_REGISTERS": _PRODUCER_REGISTERS,
         "num_warps": 4,
     }
-    launch(_persistent_gemm1, (_multiprocessors(w13.device),), args, meta, warmup=warmup)
+    launch(_persistent_gemm1, (multiprocessors(w13.device),), args, meta, warmup=warmup)
 
 
 @gluon.jit
@@ -155,46 +156,37 @@ def _produce(
     m = gl.arange(0, 64 * BOXES, layout=gl.SliceLayout(1, LAYOUT))
     d = gl.arange(0, STEP, layout=gl.SliceLayout(0, LAYOUT))
     item = gl.program_id(0)
-    expert, row, end, tile = _item(blocks_ptr, num_blocks, N, item, TILES, 64 * BOXES)
+    expert, row, end, tile = item_at(blocks_ptr, num_blocks, N, item, TILES, 64 * BOXES)
     s = item * 0
     phase = s + 1  # a fresh barrier counts as past its odd phase: the first wait for each buffer passes
     while expert >= 0:
         # The next item is looked up while this one is fetched.
-        item = _take(taken_ptr, item)
-        next_expert, next_row, next_end, next_tile = _item(blocks_ptr, num_blocks, N, item, TILES, 64 * BOXES)
+        item = take_item(taken_ptr, item)
+        next_expert, next_row, next_end, next_tile = item_at(blocks_ptr, num_blocks, N, item, TILES, 64 * BOXES)
         rows = row + m
         x_rows = x_ptr + _token(sorted_slot_ptr, rows, end, K) * INNER
         column = tile * (2 * PAIRS)
         for start in range(0, INNER, STEP):
             mbarrier.wait(empty.index(s), phase)
             if start == 0:
-                _tell(info, s, expert, row, end, tile)
+                tell(info, s, expert, row, end, tile)
             bar = full.index(s)
             mbarrier.expect(bar, 4 * PAIRS * STEP)
-            _load(w_desc, [2 * expert, column, start], bar, w_bufs.index(2 * s))
-            _load(w_desc, [2 * expert, column + PAIRS, start], bar, w_bufs.index(2 * s + 1))
+            load_box(w_desc, [2 * expert, column, start], bar, w_bufs.index(2 * s))
+            load_box(w_desc, [2 * expert, column + PAIRS, start], bar, w_bufs.index(2 * s + 1))
             there = gl.expand_dims(rows < end, 1) & gl.expand_dims(start + d < INNER, 0)
             pointers = gl.expand_dims(x_rows, 1) + gl.expand_dims(start + d, 0)
-            async_copy.async_copy_global_to_shared(x_bufs.index(s), pointers, mask=there)
+            gather(x_bufs.index(s), pointers, mask=there)
             async_copy.mbarrier_arrive(bar, increment_count=False)
-            s, phase = _next(s, phase, STAGES)
+            s, phase = next_buffer(s, phase, STAGES)
         expert = next_expert
         row = next_row
         end = next_end
         tile = next_tile
     mbarrier.wait(empty.index(s), phase)
-    _tell(info, s, -1, 0, 0, 0)
+    tell(info, s, -1, 0, 0, 0)
     mbarrier.arrive(full.index(s), count=1)
     async_copy.mbarrier_arrive(full.index(s), increment_count=False)
-
-
-@gluon.jit
-def _step_scales(ptrs, scale_ptrs, there, k, STEPS: gl.constexpr):
-    """Of step k: float32 scales of rows, of gate's and up's columns."""
-    gate_ptr, up_ptr = scale_ptrs
-    is_step = k < STEPS
-    x_scale = gl.load(ptrs + k, mask=there & is_step, other=0.0)
-    return x_scale, _scale(gate_ptr + k, is_step), _scale(up_ptr + k, is_step)
 
 
 @gluon.jit
@@ -206,7 +198,8 @@ def _halves(product):
 
 
 @gluon.jit
-def _begin(x_buf, w_buf, product):
+def _begun(x_buf, w_buf, product):
+    """The product of 64 rows of x by a consumer's of w13, under way."""
     PAIRS: gl.constexpr = w_buf.shape[1]
     STEP: gl.constexpr = w_buf.shape[2]
     w = w_buf.reshape([2 * PAIRS, STEP]).permute([1, 0])
@@ -215,6 +208,7 @@ def _begin(x_buf, w_buf, product):
 
 @gluon.jit
 def _added(gate, up, product, x_scale, gate_scale, up_scale, SCALES: gl.constexpr):
+    """A step's product added to the sums."""
     first, second = _halves(product)
     if SCALES == "fp8_block":
         gate = gate + first * gl.expand_dims(x_scale * gate_scale, 1)
@@ -226,27 +220,82 @@ def _added(gate, up, product, x_scale, gate_scale, up_scale, SCALES: gl.constexp
 
 
 @gluon.jit
+def _sums(
+    x_bufs, w_bufs, full, empty, s, phase, product, x_ptrs, x_ptrs2, there, there2, gate_ptr, up_ptr,
+    WHICH: gl.constexpr, BOXES: gl.constexpr, STEPS: gl.constexpr, STAGES: gl.constexpr, SCALES: gl.constexpr,
+):  # fmt: skip
+    """An item's sums over H: gate's and up's of its first 64 rows, and where BOXES is 2 (else as these) of the others.
+
+    x_ptrs, there: where the scales of the 64 rows' steps begin, and which rows there are; x_ptrs2, there2: the others'.
+    gate_ptr, up_ptr: where those of w13's steps begin. Returned too: product, s and phase, for the next item.
+    """
+    zero, _ = _halves(product)
+    gate = gl.zeros_like(zero)
+    up = gl.zeros_like(zero)
+    gate2, up2 = gate, up
+    x_scale, x_scale2, gate_scale, up_scale = 0.0, 0.0, 0.0, 0.0
+    if SCALES == "fp8_block":
+        x_scale = gl.load(x_ptrs, mask=there, other=0.0)
+        gate_scale = load_scales(gate_ptr, True)
+        up_scale = load_scales(up_ptr, True)
+        if BOXES == 2:
+            x_scale2 = gl.load(x_ptrs2, mask=there2, other=0.0)
+    for k in range(STEPS):
+        mbarrier.wait(full.index(s), phase)
+        fence_async_shared()
+        w_buf = w_bufs.index(2 * s + WHICH)
+        product = _begun(x_bufs.index(s).slice(0, 64), w_buf, product)
+        # The next step's scales are under way while this one's product is.
+        if SCALES == "fp8_block":
+            more = k + 1 < STEPS
+            next_x = gl.load(x_ptrs + k + 1, mask=there & more, other=0.0)
+            next_gate = load_scales(gate_ptr + k + 1, more)
+            next_up = load_scales(up_ptr + k + 1, more)
+            if BOXES == 2:
+                next_x2 = gl.load(x_ptrs2 + k + 1, mask=there2 & more, other=0.0)
+        product = warpgroup_mma_wait(0, deps=[product])
+        if BOXES == 1:
+            mbarrier.arrive(empty.index(s), count=1)
+        gate, up = _added(gate, up, product, x_scale, gate_scale, up_scale, SCALES)
+        if BOXES == 2:
+            product = _begun(x_bufs.index(s).slice(64, 64), w_buf, product)
+            product = warpgroup_mma_wait(0, deps=[product])
+            mbarrier.arrive(empty.index(s), count=1)
+            gate2, up2 = _added(gate2, up2, product, x_scale2, gate_scale, up_scale, SCALES)
+        if SCALES == "fp8_block":
+            x_scale, gate_scale, up_scale = next_x, next_gate, next_up
+            if BOXES == 2:
+                x_scale2 = next_x2
+        s, phase = next_buffer(s, phase, STAGES)
+    return gate, up, gate2, up2, product, s, phase
+
+
+@gluon.jit
 def _end(
     gate, up, h_ptr, bias_ptr, x_scale_ptr, w_scale_ptr, expert, rows, tokens, end, column,
     COLUMNS: gl.constexpr, SCALES: gl.constexpr, ACTIVATION: gl.constexpr, UP_FIRST: gl.constexpr, CLAMP: gl.constexpr,
     CLAMP_AFTER: gl.constexpr,
 ):  # fmt: skip
-    """What is left to do with an item's sums: scales of rows, bias, activation, and the store."""
-    c = column + gl.arange(0, gate.shape[1], layout=gl.SliceLayout(0, gate.type.layout))
-    first = expert.to(gl.int64) * (2 * COLUMNS) + c
+    """What is left to do with 64 rows' sums: scales of rows, bias, activation, and the store."""
+    # Pointers are a scalar and small offsets, which take few registers.
+    n = gl.arange(0, gate.shape[1], layout=gl.SliceLayout(0, gate.type.layout))
+    in_columns = n < COLUMNS - column
+    first = expert.to(gl.int64) * (2 * COLUMNS) + column
     if SCALES == "fp8_channel":
         x_scale = gl.expand_dims(gl.load(x_scale_ptr + tokens, mask=rows < end, other=0.0), 1)
-        gate = gate * gl.expand_dims(_scale(w_scale_ptr + first, c < COLUMNS), 0) * x_scale
-        up = up * gl.expand_dims(_scale(w_scale_ptr + first + COLUMNS, c < COLUMNS), 0) * x_scale
+        gate = gate * gl.expand_dims(load_scales(w_scale_ptr + first + n, in_columns), 0) * x_scale
+        up = up * gl.expand_dims(load_scales(w_scale_ptr + (first + COLUMNS) + n, in_columns), 0) * x_scale
     if bias_ptr is not None:
-        gate = gate + gl.expand_dims(gl.load(bias_ptr + first, mask=c < COLUMNS, other=0.0).to(gl.float32), 0)
-        up = up + gl.expand_dims(gl.load(bias_ptr + first + COLUMNS, mask=c < COLUMNS, other=0.0).to(gl.float32), 0)
+        gate_bias = gl.load(bias_ptr + first + n, mask=in_columns, other=0.0)
+        up_bias = gl.load(bias_ptr + (first + COLUMNS) + n, mask=in_columns, other=0.0)
+        gate = gate + gl.expand_dims(gate_bias.to(gl.float32), 0)
+        up = up + gl.expand_dims(up_bias.to(gl.float32), 0)
     if UP_FIRST:
         h = activate(up, gate, ACTIVATION, CLAMP, CLAMP_AFTER)
     else:
         h = activate(gate, up, ACTIVATION, CLAMP, CLAMP_AFTER)
-    ptrs = h_ptr + gl.expand_dims(rows.to(gl.int64) * COLUMNS, 1) + gl.expand_dims(c, 0)
-    mask = gl.expand_dims(rows < end, 1) & gl.expand_dims(c < COLUMNS, 0)
+    ptrs = h_ptr + column + gl.expand_dims(rows.to(gl.int64) * COLUMNS, 1) + gl.expand_dims(n, 0)
+    mask = gl.expand_dims(rows < end, 1) & gl.expand_dims(in_columns, 0)
     gl.store(ptrs, h.to(h_ptr.dtype.element_ty), mask=mask)
 
 
@@ -269,7 +318,7 @@ def _consume(
     zero, _ = _halves(product)
     m = gl.arange(0, 64, layout=gl.SliceLayout(1, zero.type.layout))
     mbarrier.wait(full.index(0), 0)
-    expert, row, end, tile = _told(info, 0)
+    expert, row, end, tile = told(info, 0)
     s = expert * 0
     phase = s
     while expert >= 0:
@@ -277,63 +326,26 @@ def _consume(
         rows = row + m
         tokens = _token(sorted_slot_ptr, rows, end, K)
         x_ptrs = x_scale_ptr + tokens * STEPS
-        there = rows < end
-        in_columns = column < COLUMNS
-        scale_row = expert.to(gl.int64) * SCALE_ROWS
+        in_scales = gl.where(column < COLUMNS, column, 0)  # a box beyond the last column has none
+        gate_row = expert.to(gl.int64) * SCALE_ROWS + in_scales // STEP
         if SCALES_OF_HALVES:
-            first_row = scale_row + column // STEP
-            second_row = first_row + SCALE_ROWS // 2
+            up_row = gate_row + SCALE_ROWS // 2
         else:
-            first_row = scale_row + column // STEP
-            second_row = scale_row + (COLUMNS + column) // STEP
-        # A box beyond the last column has no scales.
-        first_row = gl.where(in_columns, first_row, 0)
-        second_row = gl.where(in_columns, second_row, 0)
-        scale_ptrs = (w_scale_ptr + first_row * STEPS, w_scale_ptr + second_row * STEPS)
-        gate = gl.zeros_like(zero)
-        up = gl.zeros_like(zero)
-        x_scale, gate_scale, up_scale = m * 0.0, expert * 0.0, expert * 0.0
-        if SCALES == "fp8_block":
-            x_scale, gate_scale, up_scale = _step_scales(x_ptrs, scale_ptrs, there, 0, STEPS)
+            up_row = expert.to(gl.int64) * SCALE_ROWS + (COLUMNS + in_scales) // STEP
+        gate_ptr = w_scale_ptr + gate_row * STEPS
+        up_ptr = w_scale_ptr + up_row * STEPS
         if BOXES == 1 or end - row <= 64:
-            for k in range(STEPS):
-                mbarrier.wait(full.index(s), phase)
-                fence_async_shared()
-                product = _begin(x_bufs.index(s).slice(0, 64), w_bufs.index(2 * s + WHICH), product)
-                # The next step's scales are under way while this one's product is.
-                next_x, next_gate, next_up = x_scale, gate_scale, up_scale
-                if SCALES == "fp8_block":
-                    next_x, next_gate, next_up = _step_scales(x_ptrs, scale_ptrs, there, k + 1, STEPS)
-                product = warpgroup_mma_wait(0, deps=[product])
-                mbarrier.arrive(empty.index(s), count=1)
-                gate, up = _added(gate, up, product, x_scale, gate_scale, up_scale, SCALES)
-                x_scale, gate_scale, up_scale = next_x, next_gate, next_up
-                s, phase = _next(s, phase, STAGES)
+            gate, up, _, _, product, s, phase = _sums(
+                x_bufs, w_bufs, full, empty, s, phase, product, x_ptrs, x_ptrs, rows < end, rows < end, gate_ptr,
+                up_ptr, WHICH, 1, STEPS, STAGES, SCALES,
+            )  # fmt: skip
         else:
             rows2 = rows + 64
             tokens2 = _token(sorted_slot_ptr, rows2, end, K)
-            x_ptrs2 = x_scale_ptr + tokens2 * STEPS
-            gate2 = gl.zeros_like(zero)
-            up2 = gl.zeros_like(zero)
-            x_scale2 = x_scale
-            if SCALES == "fp8_block":
-                x_scale2 = gl.load(x_ptrs2, mask=rows2 < end, other=0.0)
-            for k in range(STEPS):
-                mbarrier.wait(full.index(s), phase)
-                fence_async_shared()
-                product = _begin(x_bufs.index(s).slice(0, 64), w_bufs.index(2 * s + WHICH), product)
-                next_x, next_gate, next_up, next_x2 = x_scale, gate_scale, up_scale, x_scale2
-                if SCALES == "fp8_block":
-                    next_x, next_gate, next_up = _step_scales(x_ptrs, scale_ptrs, there, k + 1, STEPS)
-                    next_x2 = gl.load(x_ptrs2 + k + 1, mask=(rows2 < end) & (k + 1 < STEPS), other=0.0)
-                product = warpgroup_mma_wait(0, deps=[product])
-                gate, up = _added(gate, up, product, x_scale, gate_scale, up_scale, SCALES)
-                product = _begin(x_bufs.index(s).slice(64, 64), w_bufs.index(2 * s + WHICH), product)
-                product = warpgroup_mma_wait(0, deps=[product])
-                mbarrier.arrive(empty.index(s), count=1)
-                gate2, up2 = _added(gate2, up2, product, x_scale2, gate_scale, up_scale, SCALES)
-                x_scale, gate_scale, up_scale, x_scale2 = next_x, next_gate, next_up, next_x2
-                s, phase = _next(s, phase, STAGES)
+            gate, up, gate2, up2, product, s, phase = _sums(
+                x_bufs, w_bufs, full, empty, s, phase, product, x_ptrs, x_scale_ptr + tokens2 * STEPS, rows < end,
+                rows2 < end, gate_ptr, up_ptr, WHICH, 2, STEPS, STAGES, SCALES,
+            )  # fmt: skip
             _end(
                 gate2, up2, h_ptr, bias_ptr, x_scale_ptr, w_scale_ptr, expert, rows2, tokens2, end, column,
                 COLUMNS, SCALES, ACTIVATION, UP_FIRST, CLAMP, CLAMP_AFTER,
@@ -343,7 +355,7 @@ def _consume(
             COLUMNS, SCALES, ACTIVATION, UP_FIRST, CLAMP, CLAMP_AFTER,
         )  # fmt: skip
         mbarrier.wait(full.index(s), phase)
-        expert, row, end, tile = _told(info, s)
+        expert, row, end, tile = told(info, s)
 
 
 @gluon.jit(

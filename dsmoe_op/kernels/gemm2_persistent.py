@@ -10,16 +10,13 @@ the work:
   rows only passes the buffers on. With fp8, each step's product is added in float32, with the scales of its 128
   columns; while one consumer does so the other one multiplies.
 
-Barriers of a buffer: `full` when its bytes have arrived, `empty` when both consumers are done with it. What an item is
-travels with its first buffer; the end of the work is a buffer without data, told by the expert -1.
+The ring's barriers, and how an item is told, are as `ring` says.
 """
 
 from __future__ import annotations
 
-import functools
 from typing import NamedTuple
 
-import torch
 import triton
 from torch import Tensor
 from triton.experimental import gluon
@@ -35,16 +32,24 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from dsmoe_op.kernels.coded import PLAIN, Coded
 from dsmoe_op.kernels.launch import launch
-
-# Names that changed after Triton 3.6.
-_load = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
-_store = tma.async_store if hasattr(tma, "async_store") else tma.async_copy_shared_to_global
-_barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
+from dsmoe_op.kernels.ring import (
+    GL_DTYPE,
+    buffer_before,
+    is_hopper,
+    item_at,
+    load_box,
+    load_scales,
+    multiprocessors,
+    next_buffer,
+    store_box,
+    take_item,
+    tell,
+    told,
+)
 
 BLOCK_M = 128
 """Rows of a block of 16-bit rows; of fp8, 64 too."""
 _CONSUMER_REGISTERS, _PRODUCER_REGISTERS = 224, 56
-_GL_DTYPE = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, torch.float8_e4m3fn: gl.float8e4nv}
 
 
 class _Boxes(NamedTuple):
@@ -74,7 +79,7 @@ def takes(w2: Tensor, block_m: int = BLOCK_M, coded: Coded = PLAIN) -> bool:
     kinds = form[:1] in ((), ("fp8_channel",)) or form[:2] == ("fp8_block", 128)
     aligned = w2.data_ptr() % 16 == 0 and w2.shape[-1] * w2.element_size() % 16 == 0
     fits = kinds and ((w2.itemsize == 1), block_m) in _BOXES and (w2.itemsize == 1) == bool(form)
-    return fits and w2.dtype in _GL_DTYPE and w2.is_contiguous() and aligned and _is_hopper(w2.device)
+    return fits and w2.dtype in GL_DTYPE and w2.is_contiguous() and aligned and is_hopper(w2.device)
 
 
 def gemm2_persistent(
@@ -97,7 +102,7 @@ def gemm2_persistent(
         w2: [E, H, I], or [H, I] for the one expert that has all rows; such as `takes` says.
         bias: [E, H] contiguous, any float dtype.
         blocks_3B: as `Rows`, of blocks of block_m rows. None: one expert has all rows.
-        taken: int32 [1], zero before; changed. None: programs take items in turn.
+        taken: int32 [2], the first one zero before; changed. None: programs take items in turn.
         coded, h_scales: what belongs to w2, and to h, where they are fp8: h_scales as `quantize_rows` makes them.
     """
     H, I = w2.shape[-2:]
@@ -128,82 +133,12 @@ def gemm2_persistent(
         "PRODUCER_REGISTERS": _PRODUCER_REGISTERS,
         "num_warps": 4,
     }
-    launch(_persistent_gemm2, (_multiprocessors(w2.device),), args, meta, warmup=warmup)
+    launch(_persistent_gemm2, (multiprocessors(w2.device),), args, meta, warmup=warmup)
 
 
 def _descriptor(base: Tensor, shape: list[int], box: list[int]) -> TensorDescriptor:
-    layout = gl.NVMMASharedLayout.get_default_for(box, _GL_DTYPE[base.dtype])
+    layout = gl.NVMMASharedLayout.get_default_for(box, GL_DTYPE[base.dtype])
     return TensorDescriptor(base, shape, [shape[1], 1], box, layout)
-
-
-@functools.cache
-def _is_hopper(device: torch.device) -> bool:
-    """True for tensors that are on no GPU: their kernels are compiled for one like an H200."""
-    return device.type != "cuda" or torch.cuda.get_device_capability(device) == (9, 0)
-
-
-@functools.cache
-def _multiprocessors(device: torch.device) -> int:
-    """Of the GPU; an H200's for tensors that are on none."""
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 132
-
-
-@gluon.jit
-def _next(s, phase, STAGES: gl.constexpr):
-    """The ring's next buffer, and the parity of its barriers."""
-    wraps = s == STAGES - 1
-    return gl.where(wraps, 0, s + 1), gl.where(wraps, phase ^ 1, phase)
-
-
-@gluon.jit
-def _before(s, STAGES: gl.constexpr):
-    # Not a variable that follows s from step to step: Triton 3.6 takes `before = s` in a loop for no change.
-    return gl.where(s == 0, STAGES - 1, s - 1)
-
-
-@gluon.jit
-def _item(blocks_ptr, num_blocks, N, item, TILES: gl.constexpr, BLOCK_M: gl.constexpr):
-    """Expert (-1: no item), first row, row after the last, and column tile."""
-    block = item // TILES
-    is_block = block < num_blocks
-    if blocks_ptr is None:
-        expert = item * 0
-        row = block * BLOCK_M
-        end = gl.minimum(row + BLOCK_M, N)
-    else:
-        block = gl.where(is_block, block, 0)
-        expert = gl.load(blocks_ptr + block)
-        row = gl.load(blocks_ptr + num_blocks + block)
-        end = gl.load(blocks_ptr + 2 * num_blocks + block)
-    return gl.where(is_block, expert, -1), row, end, item % TILES
-
-
-@gluon.jit
-def _take(taken_ptr, item):
-    if taken_ptr is None:
-        return item + gl.num_programs(0)
-    else:
-        return gl.atomic_add(taken_ptr, 1, sem="relaxed") + gl.num_programs(0)
-
-
-@gluon.jit
-def _tell(info, s, expert, row, end, tile):
-    layout: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
-    info.index(s * 4).store(gl.full([1], expert, gl.int32, layout))
-    info.index(s * 4 + 1).store(gl.full([1], row, gl.int32, layout))
-    info.index(s * 4 + 2).store(gl.full([1], end, gl.int32, layout))
-    info.index(s * 4 + 3).store(gl.full([1], tile, gl.int32, layout))
-    _barrier()
-
-
-@gluon.jit
-def _told(info, s):
-    layout: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
-    expert = gl.max(info.index(s * 4).load(layout), 0)
-    row = gl.max(info.index(s * 4 + 1).load(layout), 0)
-    end = gl.max(info.index(s * 4 + 2).load(layout), 0)
-    tile = gl.max(info.index(s * 4 + 3).load(layout), 0)
-    return expert, row, end, tile
 
 
 @gluon.jit
@@ -218,38 +153,38 @@ def _produce(
     W_BYTES: gl.constexpr = BLOCK_N * BLOCK_K * w_desc.dtype.primitive_bitwidth // 8
     H_BYTES: gl.constexpr = 64 * BLOCK_K * w_desc.dtype.primitive_bitwidth // 8
     item = gl.program_id(0)
-    expert, row, end, tile = _item(blocks_ptr, num_blocks, N, item, TILES, 64 * H_BOXES)
+    expert, row, end, tile = item_at(blocks_ptr, num_blocks, N, item, TILES, 64 * H_BOXES)
     s = item * 0
     phase = s + 1  # a fresh barrier counts as past its odd phase: the first wait for each buffer passes
     while expert >= 0:
         # The next item is looked up while this one is fetched.
-        item = _take(taken_ptr, item)
-        next_expert, next_row, next_end, next_tile = _item(blocks_ptr, num_blocks, N, item, TILES, 64 * H_BOXES)
+        item = take_item(taken_ptr, item)
+        next_expert, next_row, next_end, next_tile = item_at(blocks_ptr, num_blocks, N, item, TILES, 64 * H_BOXES)
         first = expert * COLUMNS + tile * BLOCK_N
         for start in range(0, INNER, BLOCK_K):
             mbarrier.wait(empty.index(s), phase)
             if start == 0:
-                _tell(info, s, expert, row, end, tile)
+                tell(info, s, expert, row, end, tile)
             bar = full.index(s)
             if H_BOXES == 2:
                 both = end - row > 64
                 mbarrier.expect(bar, W_BYTES + H_BYTES, pred=end - row <= 64)
                 mbarrier.expect(bar, W_BYTES + 2 * H_BYTES, pred=both)
-                _load(w_desc, [first, start], bar, w_bufs.index(s))
-                _load(h_desc, [row, start], bar, h_bufs.index(2 * s))
-                _load(h_desc, [row + 64, start], bar, h_bufs.index(2 * s + 1), pred=both)
+                load_box(w_desc, [first, start], bar, w_bufs.index(s))
+                load_box(h_desc, [row, start], bar, h_bufs.index(2 * s))
+                load_box(h_desc, [row + 64, start], bar, h_bufs.index(2 * s + 1), pred=both)
             else:
                 mbarrier.expect(bar, W_BYTES + H_BYTES)
-                _load(h_desc, [row, start], bar, h_bufs.index(s))
-                _load(w_desc, [first, start], bar, w_bufs.index(2 * s))
-                _load(w_desc, [first + W_ROWS, start], bar, w_bufs.index(2 * s + 1))
-            s, phase = _next(s, phase, STAGES)
+                load_box(h_desc, [row, start], bar, h_bufs.index(s))
+                load_box(w_desc, [first, start], bar, w_bufs.index(2 * s))
+                load_box(w_desc, [first + W_ROWS, start], bar, w_bufs.index(2 * s + 1))
+            s, phase = next_buffer(s, phase, STAGES)
         expert = next_expert
         row = next_row
         end = next_end
         tile = next_tile
     mbarrier.wait(empty.index(s), phase)
-    _tell(info, s, -1, 0, 0, 0)
+    tell(info, s, -1, 0, 0, 0)
     mbarrier.arrive(full.index(s), count=1)
 
 
@@ -272,7 +207,7 @@ def _consume(
     # Never read before a product has replaced it. Outside the loop, so that no item has to clear it.
     product = gl.zeros([64, W_ROWS], gl.float32, LAYOUT)
     mbarrier.wait(full.index(0), 0)
-    expert, row, end, tile = _told(info, 0)
+    expert, row, end, tile = told(info, 0)
     s = expert * 0
     phase = s
     while expert >= 0:
@@ -287,10 +222,10 @@ def _consume(
                     product = warpgroup_mma(h, w, product, use_acc=k > 0, is_async=True)
                     product = warpgroup_mma_wait(1, deps=[product])
                     # The product before this one is done: its buffers are free.
-                    mbarrier.arrive(empty.index(_before(s, STAGES)), count=1, pred=k > 0)
-                    s, phase = _next(s, phase, STAGES)
+                    mbarrier.arrive(empty.index(buffer_before(s, STAGES)), count=1, pred=k > 0)
+                    s, phase = next_buffer(s, phase, STAGES)
                 product = warpgroup_mma_wait(0, deps=[product])
-                mbarrier.arrive(empty.index(_before(s, STAGES)), count=1)
+                mbarrier.arrive(empty.index(buffer_before(s, STAGES)), count=1)
                 acc = product
             else:
                 acc = gl.zeros([64, W_ROWS], gl.float32, LAYOUT)
@@ -308,7 +243,7 @@ def _consume(
                         acc = acc + product * gl.expand_dims(factor, 1)
                     else:
                         acc = acc + product
-                    s, phase = _next(s, phase, STAGES)
+                    s, phase = next_buffer(s, phase, STAGES)
                 if SCALES == "fp8_channel":
                     acc = _of_rows(acc, h_scale_ptr, w_scale_ptr, expert, rows, end, column, COLUMNS)
             if W_ROWS == 256:
@@ -330,21 +265,10 @@ def _consume(
             for _ in range(STEPS):
                 mbarrier.wait(full.index(s), phase)
                 mbarrier.arrive(empty.index(s), count=1)
-                s, phase = _next(s, phase, STAGES)
+                s, phase = next_buffer(s, phase, STAGES)
         mbarrier.wait(full.index(s), phase)
-        expert, row, end, tile = _told(info, s)
+        expert, row, end, tile = told(info, s)
     tma.store_wait(0)
-
-
-@gluon.jit
-def _scale(ptrs, mask):
-    """float32 scales; a byte is a power of two."""
-    if ptrs.dtype.element_ty == gl.uint8:
-        e = gl.load(ptrs, mask=mask, other=0).to(gl.int32)
-        bits = gl.where(e == 0, 0x00400000, e << 23)  # 2^-127 is subnormal
-        return gl.where(e == 255, 0x7FC00000, bits).to(gl.float32, bitcast=True)
-    else:
-        return gl.load(ptrs, mask=mask, other=0.0).to(gl.float32)
 
 
 @gluon.jit
@@ -352,7 +276,7 @@ def _of_step(h_scale_ptr, w_scale_ptr, expert, rows, end, column, k, COLUMNS: gl
     """What a step's product is multiplied by: float32 [64], for the columns of y that share a scale."""
     h_scale = gl.load(h_scale_ptr + rows.to(gl.int64) * STEPS + k, mask=rows < end, other=0.0)
     BLOCKS: gl.constexpr = (COLUMNS + 127) // 128
-    w_scale = _scale(w_scale_ptr + (expert.to(gl.int64) * BLOCKS + column // 128) * STEPS + k, column < COLUMNS)
+    w_scale = load_scales(w_scale_ptr + (expert.to(gl.int64) * BLOCKS + column // 128) * STEPS + k, column < COLUMNS)
     return h_scale * w_scale
 
 
@@ -361,7 +285,7 @@ def _of_rows(acc, h_scale_ptr, w_scale_ptr, expert, rows, end, column, COLUMNS: 
     """acc with the scales of its rows, and those of w2's."""
     h_scale = gl.load(h_scale_ptr + rows, mask=rows < end, other=0.0)
     c = column + gl.arange(0, acc.shape[1], layout=gl.SliceLayout(0, acc.type.layout))
-    w_scale = _scale(w_scale_ptr + expert.to(gl.int64) * COLUMNS + c, c < COLUMNS)
+    w_scale = load_scales(w_scale_ptr + expert.to(gl.int64) * COLUMNS + c, c < COLUMNS)
     return acc * gl.expand_dims(w_scale, 0) * gl.expand_dims(h_scale, 1)
 
 
@@ -379,7 +303,7 @@ def _write(value, buf, y_desc, y_ptr, row, end, column, COLUMNS: gl.constexpr):
     buf.store(value)
     fence_async_shared()
     if end - row >= 64:
-        _store(y_desc, [row, column], buf)
+        store_box(y_desc, [row, column], buf)
     else:
         layout: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [gl.num_warps(), 1], [1, 0])
         rows = row + gl.arange(0, 64, layout=gl.SliceLayout(1, layout))

@@ -41,7 +41,7 @@ class Rows(NamedTuple):
     counters: Tensor
     """int32 [`num_counters`]: scratch. Zeros where an earlier launch has to leave them so; changed."""
     taken: Tensor
-    """int32 [1]: zero, for `gemm2_persistent` to count its items."""
+    """int32 [2]: zeros, for `gemm2_persistent` and `gemm1_persistent` to count their items."""
     arrivals: Tensor
     """int32, contiguous: zeros, for `experts` to count its programs. May be empty."""
 

@@ -432,7 +432,7 @@ def _route(
     if ORDERS:
         zero(arrivals_ptr, num_arrivals, program, tl.num_programs(0))
         if program == 0:
-            tl.store(taken_ptr, 0)
+            tl.store(taken_ptr + tl.arange(0, 2), 0)
     chunk = program - producers  # to be ordered; none where it is negative
     if CHOOSES:
         experts_P = tl.full([TOKENS * K_PAD], E, tl.int32)

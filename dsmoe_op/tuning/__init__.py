@@ -59,7 +59,7 @@ _MANY_ROWS_OF_4_BITS = (
     Tile(64, 128, 128, 8, 3, swap=True, least_m=16),
 )
 _MANY_ROWS_OF_FP8 = (
-    Tile(64, 64, 128, 4, 3, swap=True, least_m=16),
+    Tile(64, 64, 128, 4, 3, swap=True, persistent=True, least_m=16),
     Tile(64, 128, 128, 4, 3, swap=True, persistent=True, least_m=16),
 )
 """GEMM 1 and GEMM 2 of quantised weights."""
@@ -139,7 +139,13 @@ _SHARED: dict[tuple[str, str], tuple[tuple[float, tuple[Tile, ...]], ...]] = {
     ("gemm1", "fp8"): (
         (16, (Tile(16, 32, 128, 4, 6, swap=True),)),
         (64, (Tile(32, 32, 128, 4, 4, swap=True),)),
-        (ALL, (_MANY_ROWS_OF_FP8[0],)),
+        (
+            ALL,
+            (
+                Tile(128, 32, 128, 8, 3, swap=True, persistent=True, least_m=16),
+                Tile(64, 64, 128, 4, 3, swap=True, least_m=16),
+            ),
+        ),
     ),
     ("gemm2", "fp8"): (
         (16, (Tile(16, 64, 128, 4, 4, swap=True),)),
@@ -311,11 +317,16 @@ def layer_tiles(kind: str, T: int, H: int, E: int, K: int, S: int) -> LayerTiles
     shared = []
     for kernel, columns in (("gemm1", S), ("gemm2", H)):
         tiles = next(tiles for most, tiles in _SHARED[kernel, shared_kind or kind] if most >= T)
-        enough = (t for t in tiles if -(-T // t.block_m) * -(-columns // t.block_n) >= _ENOUGH_PROGRAMS)
+        enough = (t for t in tiles if -(-T // t.block_m) * -(-columns // _columns(t)) >= _ENOUGH_PROGRAMS)
         shared.append(next(enough, tiles[-1]))
     one = one_launch(kind, T, routed.gemm1, routed.gemm2)
     overlaps = one and slots <= OVERLAPPING_SLOTS and rows <= _ROUTED[routed_kind][0].most_rows
     return LayerTiles(routed.gemm1, routed.gemm2, shared[0], shared[1], overlaps, one)
+
+
+def _columns(tile: Tile) -> int:
+    """Columns that a program takes at once; a persistent one has 128 or more, whatever those of its place are."""
+    return max(tile.block_n, 128) if tile.persistent else tile.block_n
 
 
 def layer_variants(kind: str) -> tuple[LayerTiles, ...]:
