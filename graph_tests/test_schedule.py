@@ -546,8 +546,11 @@ def test_the_checker_names_the_launches_and_the_tensor() -> None:
         ((Launch("a", "main", (), ("h",)), Launch("b", "main", (), ("h", "out"))), "h is written by a and b"),
         ((Launch("a", "main", (), ("out",), ("h",)),), "a reads h, which nothing writes"),
         (
-            (Launch("a", "main", (), ("h",)), *(Launch(n, "main", (), (n,), ("h",)) for n in ("b", "out"))),
-            "h is updated by b and out",
+            (
+                *(Launch("a", "main", (), ("h",)), FORK, Launch("b", "alt", (), ("b",), ("h",))),
+                *(Launch("c", "main", (), ("c",), ("h",)), JOIN, Launch("d", "main", (), ("out",), ("h",))),
+            ),
+            "h is updated by b and by c, which does not run after it",
         ),
         (
             (

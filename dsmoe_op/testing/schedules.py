@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Collection, Iterable
 
 from dsmoe_op.schedule import Launch, Step, StreamName, Wait
@@ -21,7 +22,7 @@ def check_schedule(steps: Iterable[Step], inputs: Collection[str], outputs: Coll
     - The side stream is joined after a fork even if nothing is launched on it, as a capture demands.
     - What a launch reads is an input, or written by a launch that it runs after. Nothing writes an input.
     - Each buffer has one writer, and each output has one. The writer of "out" runs after all others.
-    - A buffer that is updated has one launch that does it, after the writer, and every reader runs after it.
+    - The launches that update a buffer run one after another, after the writer, and every reader runs after them.
     - An early launch comes straight after another one on its stream, which is the only one whose end it waits for. That
       one began after all before it had ended, since it waited itself or was an ordinary launch.
 
@@ -66,13 +67,19 @@ def check_schedule(steps: Iterable[Step], inputs: Collection[str], outputs: Coll
         for name in launch.updates:
             updaters.setdefault(name, []).append(i)
 
-    for changers, does, done_by in ((writers, "writes", "written by"), (updaters, "updates", "updated by")):
+    for changers, does in ((writers, "writes"), (updaters, "updates")):
         for name, by in changers.items():
             names = " and ".join(launches[i].name for i in by)
             if name in inputs:
                 problems.append(f"{names} {does} the input {name}")
-            if len(by) > 1:
-                problems.append(f"{name} is {done_by} {names}")
+            if len(by) > 1 and does == "writes":
+                problems.append(f"{name} is written by {names}")
+    problems += [
+        f"{name} is updated by {launches[i].name} and by {launches[j].name}, which does not run after it"
+        for name, by in updaters.items()
+        for i, j in itertools.combinations(by, 2)
+        if i not in before[j]
+    ]
 
     for i, launch in enumerate(launches):
         for name in (*launch.reads, *launch.updates):
