@@ -7,6 +7,7 @@ import itertools
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from typing import Any
 
 import bounds
@@ -235,23 +236,27 @@ def instructions(kernel: Any, folder) -> list[tuple[int, str]]:
     return [(int(address, 16), instruction) for address, instruction in found]
 
 
+def loops(kernel: Any, folder) -> Iterator[list[str]]:
+    """The instructions of each loop."""
+    code = instructions(kernel, folder)
+    for address, text in code:
+        target = re.search(r"BRA\S*.* 0x([0-9a-f]+)", text)
+        if target is not None and int(target[1], 16) < address:
+            yield [one for at, one in code if int(target[1], 16) <= at <= address]
+
+
 def check_loops(kernel: Any, folder) -> int:
     """No step of a loop may write registers that a matrix instruction of the step before still reads: where one takes
     an operand from registers, the step ends when all are done. The number of such loops."""
     if not re.search(r"wgmma\.mma_async\S*\s+\{[^}]*\},\s*\{", kernel.asm["ptx"]):  # all operands in shared memory
         return 0
-    code = instructions(kernel, folder)
-    loops = 0
-    for address, text in code:
-        target = re.search(r"BRA\S*.* 0x([0-9a-f]+)", text)
-        if target is None or int(target[1], 16) >= address:
-            continue
-        body = [one for at, one in code if int(target[1], 16) <= at <= address]
+    found = 0
+    for body in loops(kernel, folder):
         if any(re.search(r"GMMA\S* R\d+, R\d+, gdesc", one) for one in body):
             last = [one for one in body if "WARPGROUP.DEPBAR" in one or "GMMA" in one][-1]
             assert re.search(r"DEPBAR.LE gsb0, 0x0$", last), (kernel.metadata, last)
-            loops += 1
-    return loops
+            found += 1
+    return found
 
 
 def check_resources(compiled: list[Any], folder) -> None:
@@ -277,13 +282,15 @@ def check_fp8_steps(kernel: Any) -> None:
     assert [adds == "0" for _, adds in found] == [i % step == 0 for i in range(len(found))], kernel.metadata
 
 
-def check_arrivals(kernel: Any, stages: int) -> None:
+def check_arrivals(kernel: Any, stages: int, full: int = 1) -> None:
     """One thread arrives for all of its warps, so these meet before it: none still reads what the buffer then loses.
-    Buffers are full by one arrival, and empty by those of both consumers."""
+    Buffers are full by so many arrivals, of which each thread's copies make their own, and empty by both consumers'."""
     ptx = kernel.asm["ptx"]
     counts = [int(count) for count in re.findall(r"mbarrier\.init\S* \[%r\d+\], (\d+);", ptx)]
-    assert sorted(counts) == [1] * stages + [2] * stages
-    steps = re.findall(r"\bbar\.(?:warp\.)?sync|wgmma\.wait_group|[ls][dt]\.shared|mbarrier\.arrive(?!\.expect)", ptx)
+    assert sorted(counts) == sorted([full] * stages + [2] * stages)
+    steps = re.findall(
+        r"\bbar\.(?:warp\.)?sync|wgmma\.wait_group|[ls][dt]\.shared|(?<!async\.)mbarrier\.arrive(?!\.expect)", ptx
+    )
     arrivals = [before for before, step in itertools.pairwise(steps) if step == "mbarrier.arrive"]
     assert arrivals
     assert all(before.startswith("bar.") for before in arrivals), kernel.metadata
@@ -306,8 +313,11 @@ def check_products(compiled: list[Any], name: str) -> None:
         assert matrix_instructions(kernel) == {f"wgmma {name}"}
 
 
-def coded_weight(name: str, E: int, R: int, C: int, halves: int) -> dict[str, Any]:
-    """q and the rest of a quantised weight without memory; E = 0 for the shared expert's."""
+def coded_weight(
+    name: str, E: int, R: int, C: int, halves: int, *, whole: bool = False, interleaved: bool = False
+) -> dict[str, Any]:
+    """q and the rest of a quantised weight without memory; E = 0 for the shared expert's. whole: scales of both halves
+    in one row of blocks, where that is another shape."""
 
     def empty(*shape: int, dtype: torch.dtype) -> Tensor:
         return torch.empty((E, *shape) if E else shape, dtype=dtype, device="meta")
@@ -315,9 +325,9 @@ def coded_weight(name: str, E: int, R: int, C: int, halves: int) -> dict[str, An
     format = formats.FORMATS[name]
     bits, dtype = format.bits, {"mxfp4": torch.uint8, "int4": BF16}.get(name, format.scale_dtypes[0])
     q = empty(R, C * bits // 8, dtype=torch.uint8 if bits == 4 else format.dtypes[0])
-    scale = empty(*formats.scale_shapes(name, R, C, halves=halves)[0], dtype=dtype)
+    scale = empty(*formats.scale_shapes(name, R, C, halves=halves)[-1 if whole else 0], dtype=dtype)
     zero = empty(R // 2, scale.shape[-1], dtype=torch.uint8) if name == "int4" else None
     whole = empty(dtype=FP32) if format.has_global_scale else None
     given = torch.empty(1, dtype=FP32, device="meta") if format.activations == "tensor" else None
     parts = formats.Quantised(q, scale, zero, whole, given)
-    return {"q": q, "coded": kernels.coded(name, parts, R, C, halves, False)}
+    return {"q": q, "coded": kernels.coded(name, parts, R, C, halves, interleaved)}

@@ -34,6 +34,7 @@ from sm90 import (  # noqa: E402
     compiled,
     instructions,
     least_side,
+    loops,
     matrix_instructions,
     named,
     stack_bytes,
@@ -42,7 +43,7 @@ from sm90 import (  # noqa: E402
 from dsmoe_op import formats, kernels, schedule, tuning  # noqa: E402
 from dsmoe_op.cli import arguments, candidates, compiling, shapes  # noqa: E402
 from dsmoe_op.config import MoEConfig  # noqa: E402
-from dsmoe_op.kernels import gemm2_persistent  # noqa: E402
+from dsmoe_op.kernels import gemm1_persistent, gemm2_persistent  # noqa: E402
 from dsmoe_op.kernels.launch import INTERPRET  # noqa: E402
 from dsmoe_op.tuning import LayerTiles, Tile  # noqa: E402
 from dsmoe_op.tuning.tile import ONE_LAUNCH_KINDS  # noqa: E402
@@ -150,7 +151,7 @@ def test_quantised_products_use_the_matrix_units_and_fit(compiled, tmp_path, nam
     kernels.compile_together(launch)
     assert compiled
     for kernel in compiled:
-        if not kernel.metadata.name.startswith(("_quantize", "_persistent")):  # that has a test of its own
+        if not kernel.metadata.name.startswith(("_quantize", "_persistent")):  # these have tests of their own
             unit = "wgmma" if least_side(kernel) >= 64 else "mma"
             assert matrix_instructions(kernel) == {"wgmma e4m3" if kind == "fp8" else f"{unit} bf16"}
             if kind == "fp8":
@@ -186,7 +187,7 @@ def test_candidates_for_quantised_products_use_the_matrix_units_and_fit(compiled
     for kernel in compiled:
         unit = "wgmma" if kind == "fp8" or least_side(kernel) >= 64 else "mma"
         assert matrix_instructions(kernel) == {"wgmma e4m3" if kind == "fp8" else f"{unit} bf16"}
-        if kind == "fp8" and kernel.metadata.name != "_persistent_gemm2":  # whose steps a test of its own looks at
+        if kind == "fp8" and not kernel.metadata.name.startswith("_persistent"):  # whose steps tests of their own have
             check_fp8_steps(kernel)
     check_resources(compiled, tmp_path)
 
@@ -226,6 +227,119 @@ def test_the_persistent_gemm2_of_fp8_fits_and_adds_each_step_in_float32(compiled
         check_arrivals(kernel, stages=6 if block_m == 128 else 4)
         assert kernel.metadata.shared <= SHARED_MEMORY
         assert stack_bytes(kernel, tmp_path) == 0
+
+
+PERSISTENT_GEMM1 = tuple(
+    tile for tile in candidates._MANY_ROWS["fp8", "gemm1"] if tile.persistent
+)  # of 64 rows and of 128
+
+
+def gemm1_of_fp8(
+    tile: Tile, name: str = "fp8_block", form: str = "routed", *, H: int = 2048 - 16, I: int = 1424,
+    config: MoEConfig = V3, dtype: torch.dtype = BF16, bias: torch.dtype | None = FP32, whole: bool = False,
+    padded: bool = False, longer_rows: int = 0, offset: int = 0, x_is_codes: bool = True,
+) -> None:  # fmt: skip
+    """One launch of GEMM 1, routed, shared or both.
+
+    whole: as in `coded_weight`. padded: the call has padding. longer_rows, offset: w13's rows are longer than H, and
+    begin at that element.
+    """
+    T, E, R = 70, 8, (1 + config.gated) * I
+    N, layer = T * config.top_k, Layer(T=T, H=H, I=I, E=E, config=config, dtype=dtype)
+    rows = layer.rows(tile.block_m)
+    args: dict[str, Any] = {"config": config, "tile": tile, "warmup": True}
+    if x_is_codes:
+        scales = layer.tensor(T, *([-(-H // 128)] if name == "fp8_block" else []), dtype=FP32)
+        args |= {"x_codes_TH": layer.tensor(T, H, dtype=formats.E4M3), "x_scales": scales}
+    if form != "shared":
+        interleaved = config.w13_order == "interleaved"
+        w13 = coded_weight(name, E, R, H, 1 + config.gated, whole=whole, interleaved=interleaved)
+        q = layer.tensor(E * R * (H + longer_rows) + offset, dtype=formats.E4M3)[offset:]
+        args |= {"w13": q.view(E, R, H + longer_rows)[..., :H], "coded": w13["coded"], "h_NI": layer.tensor(N, I)}
+        args |= {"blocks": rows.blocks_3B, "sorted_slot_N": rows.sorted_slot_N, "taken": rows.taken}
+        args |= {"w13_bias": layer.tensor(E, R, dtype=bias) if bias else None, "topk_weights_TK": layer.slots(FP32)}
+    if form != "routed":
+        shared = coded_weight(name, 0, R, H, 1 + config.gated, whole=whole)
+        args |= {"shared_w13": shared["q"], "shared_coded": shared["coded"], "h_shared_TS": layer.tensor(T, I)}
+        args["num_valid_tokens"] = layer.tensor(1, dtype=torch.int32) if padded else None
+    kernels.gemm1(layer.x, **args)
+
+
+@pytest.mark.parametrize("tile", PERSISTENT_GEMM1, ids=["64", "128"])
+@pytest.mark.parametrize("name", ["fp8_block", "fp8_channel"])
+def test_the_persistent_gemm1_fits_and_adds_each_step_in_float32(compiled, tmp_path, name, tile):
+    two = tile.block_m == 128
+    for form in ("routed", "shared"):
+        for sizes in ({}, {"H": 7168, "I": 256}):
+            compiled.clear()
+            with kernels.overlapping(True, True):
+                gemm1_of_fp8(tile, name, form, **sizes)
+            (kernel,) = compiled
+            assert kernel.metadata.name == "_persistent_gemm1"
+            code = [text for _, text in instructions(kernel, tmp_path)]
+            products = [text for text in code if "QGMMA" in text]
+            assert all("QGMMA.64x128x32.F32.E4M3.E4M3" in text for text in products)
+            # The first of the four products of a step begins a sum. Two consumers, of 64 rows one product a step; of
+            # 128 that too, for blocks with so few, and two.
+            steps = 6 if two else 2
+            assert len(products) == 4 * steps
+            assert sum(" RZ, !UPT" in text for text in products) == steps
+            # The next step's scales are fetched while the matrix unit works.
+            waits = re.findall(r"QGMMA[^D]*?(?:(?!WARPGROUP.DEPBAR).)*WARPGROUP.DEPBAR", " ".join(code))
+            assert sum("LDG" in one for one in waits) == (name == "fp8_block") * (4 if two else 2)
+            check_arrivals(kernel, stages=4 if two else 5, full=1 + 128)  # the engine's, and each thread's copies
+            ptx = kernel.asm["ptx"]
+            assert "cp.async.cg.shared.global" in ptx
+            assert "cp.async.bulk.tensor.3d" in ptx
+            assert bool(re.search(r"\b(atom|red)\.", ptx)) == (form == "routed")
+            assert "griddepcontrol" not in ptx
+            assert not kernel.metadata.launch_pdl
+            assert kernel.metadata.shared <= SHARED_MEMORY
+            # Of 128 rows a few numbers of an item are kept aside, once an item and outside the products' loops.
+            assert stack_bytes(kernel, tmp_path) <= (32 if two else 0)
+            bodies = [body for body in loops(kernel, tmp_path) if 0 < sum("QGMMA" in one for one in body) <= 8]
+            assert not two or len(bodies) == 4
+            assert not any(re.search(r"\b(STL|LDL)\b", one) for body in bodies for one in body)
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"config": MoEConfig(top_k=8, w13_order="up_gate", activation="gelu", clamp_routed=7.0)},
+        {"config": MoEConfig(top_k=8, activation="swiglu_oai", clamp_routed=7.0), "dtype": FP16, "bias": BF16},
+        {"I": 192, "whole": True},  # scales of the whole w13, one of which gate and up share
+        {"name": "fp8_channel", "I": 1432},
+        {"form": "shared", "config": MoEConfig(top_k=8, w13_order="interleaved", clamp_shared=7.0)},
+    ],
+    ids=str,
+)
+def test_the_persistent_gemm1_takes(compiled, given):
+    for tile in PERSISTENT_GEMM1:
+        gemm1_of_fp8(tile, **given)
+    assert [kernel.metadata.name for kernel in compiled] == 2 * ["_persistent_gemm1"]
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"config": MoEConfig(top_k=8, w13_order="interleaved")},
+        {"config": MoEConfig(top_k=8, activation="relu2")},
+        {"config": MoEConfig(top_k=1, apply_router_weight_on_input=True), "x_is_codes": False},
+        {"x_is_codes": False},
+        {"dtype": FP32},
+        {"H": 2048 - 8},
+        {"offset": 8},
+        {"longer_rows": 16},
+        {"I": 1424, "whole": True},  # gate and up rows of one box may have scales of two blocks
+        {"form": "fused"},
+        {"form": "shared", "padded": True},
+    ],
+    ids=str,
+)
+def test_weights_that_the_persistent_gemm1_does_not_take_have_the_ordinary_one(compiled, given):
+    for tile in PERSISTENT_GEMM1:
+        gemm1_of_fp8(tile, **{"bias": None, **given})
+    assert [kernel.metadata.name for kernel in compiled] == 2 * ["_grouped_gemm"]
 
 
 @pytest.mark.parametrize("dtype", [FP32, BF16])
@@ -566,6 +680,9 @@ def sums(kernel: Any) -> set[str]:
     return set(re.findall(r"arith\.add[fi] [^\n]* : (\w+)[^\n]*\n\s*tt\.reduce\.return", kernel.asm["ttgir"]))
 
 
+ATOMIC = ("_route", "_persistent_gemm1", "_persistent_gemm2", "_experts")
+
+
 def test_atomics_are_of_integers_alone(compiled):
     """Of the row order's counts, of the items that persistent programs take, and of programs that have come to where
     others wait: their order leaves no trace."""
@@ -573,9 +690,11 @@ def test_atomics_are_of_integers_alone(compiled):
     layer.all()
     for tiles in tiles_of_one_launch():
         layer.experts("fused", tiles, ends=True)
+    gemm1_of_fp8(PERSISTENT_GEMM1[0])
+    assert named(compiled, "_persistent_gemm1")
     for kernel in compiled:
         found = set(re.findall(r"\b(?:atom|red)\.\S+", kernel.asm["ptx"]))
-        assert not found or kernel.metadata.name in ("_route", "_persistent_gemm2", "_experts"), found
+        assert not found or kernel.metadata.name in ATOMIC, found
         assert not any(re.search(r"\.b?f(16|32|64)", name) for name in found)
 
 
@@ -618,12 +737,16 @@ def test_tiles_are_such_as_the_kernels_take(kind):
             assert tile.least_m in (0, 16)
             assert 2 * tile.block_n <= 256 or not tile.tma or tile in (v.gemm2, v.shared_gemm2)  # of the copy engine
             second = tile in (v.gemm2, v.shared_gemm2)
-            its_kind = shared_kind or kind if tile is v.shared_gemm2 else routed_kind
-            assert not tile.persistent or (tile.block_m in tuning.tables.PERSISTENT_M[its_kind] and second)
+            its_kind = shared_kind or kind if tile in (v.shared_gemm1, v.shared_gemm2) else routed_kind
+            may_persist = second or its_kind == "fp8"
+            assert not tile.persistent or (tile.block_m in tuning.tables.PERSISTENT_M[its_kind] and may_persist)
 
 
-def test_other_gpus_than_hoppers_take_the_second_product_without_gluon(monkeypatch) -> None:
+def test_other_gpus_than_hoppers_take_the_products_without_gluon(monkeypatch) -> None:
     w2 = torch.empty(3, 64, 128, dtype=BF16, device="meta")
-    assert gemm2_persistent.takes(w2)
-    monkeypatch.setattr(gemm2_persistent, "_is_hopper", lambda device: False)
-    assert not gemm2_persistent.takes(w2)
+    w13, coded = coded_weight("fp8_block", 3, 128, 256, 2).values()
+    for hopper in (True, False):
+        for module in (gemm1_persistent, gemm2_persistent):
+            monkeypatch.setattr(module, "is_hopper", lambda device, it=hopper: it)
+        assert gemm2_persistent.takes(w2) == hopper
+        assert gemm1_persistent.takes(w13, 64, V3, coded, shared=False) == hopper

@@ -122,6 +122,8 @@ def test_one_call_of_a_quantised_layer_prepares_all_sizes(recorder, schedule, fo
     assert recorder.warm == warm
     made = {name for name, *_ in recorder.launched if name.startswith("_quantize")}
     rounds = any(name in ("fp8_block", "fp8_channel") for name in formats)
+    many = {name for name, *_ in recorder.launched if name == "_persistent_gemm1"}
+    assert bool(many) == (rounds and schedule == "dual")
     assert made == ({"_quantize_rows", *(["_quantize_h"] if schedule == "dual" else [])} if rounds else set())
 
 
@@ -133,6 +135,7 @@ def test_one_call_prepares_split_tiles_and_persistent_products_of_a_table(record
     many, persistent = Tile(64, 64, 128, 4, 3, swap=True), Tile(64, 128, 128, 4, 3, swap=True, persistent=True)
     if format is None:
         many, persistent = (tile._replace(block_m=128) for tile in (many, persistent))
+    many = many._replace(persistent=format in ("fp8_block", "fp8_channel"))
     for H in (512, 272):
 
         def layer(T: int, H: int = H) -> tuple[Tensor, dict]:
@@ -167,6 +170,8 @@ def test_one_call_prepares_split_tiles_and_persistent_products_of_a_table(record
         taken = [meta for name, meta in metas if name == "_persistent_gemm2"]
         assert bool(taken) == (schedule != "fused" and format != "int4")
         assert all(meta["H_BOXES"] == (2 if format is None else 1) for meta in taken)
+        firsts = [meta for name, meta in metas if name == "_persistent_gemm1"]
+        assert bool(firsts) == (many.persistent and schedule != "fused")
 
 
 def padded(x: Tensor, before: int, after: int) -> Tensor:
