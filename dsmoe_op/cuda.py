@@ -210,6 +210,7 @@ class _Plan:
         options["coded_rows"] = frozenset(schedules.coded_rows(config, has_shared=dims.S > 0))
         one_chunk = kernels.num_chunks(dims.T * dims.K, alone=True) == 1
         chosen = resolve(auto=auto)
+        given = _normalised(layer, dims, LAYER_FIELDS)
         self.steps = schedules.plan(
             chosen,
             present,
@@ -217,12 +218,12 @@ class _Plan:
             one_chunk=one_chunk,
             one_launch=tiles.one_launch,
             coded_h=launches.coded_h(config, dims),
+            ordered=frozenset() if chosen == "fused" else launches.ordered(given, dims, config, tiles),
         )
-        inside, outputs = launches.buffer_specs(layer, dims, config, tiles, finalized, fused=chosen == "fused")
+        inside, outputs = launches.buffer_specs(given, dims, config, tiles, finalized, fused=chosen == "fused")
         self.buffers, self.size = _laid_out(inside)
         self.offsets = tuple(buffer.offset for buffer in self.buffers)
 
-        given = _normalised(layer, dims, LAYER_FIELDS)
         self.copied = tuple(name for name in LAYER_FIELDS if _is_copy(getattr(given, name), getattr(layer, name)))
         # Kernels are chosen for the buffers by shape and dtype, so that these need no memory here.
         buffers = {name: torch.empty(shape, dtype=dtype, device="meta") for name, shape, dtype in (*inside, *outputs)}

@@ -32,6 +32,7 @@ def buffer_specs(
     """Name, shape and dtype of the buffers in the workspace, and of the tensors that the call returns."""
     T, H, E, K, I, S, E_routing = dims
     N = T * K
+    order = frozenset() if fused else ordered(layer, dims, config, tiles)
     x, i32, f32 = layer.hidden_states.dtype, torch.int32, torch.float32
     blocks = kernels.num_blocks(N, E, tiles.gemm1.block_m)
     inside: list[Spec] = []
@@ -55,6 +56,7 @@ def buffer_specs(
         ("sorted_slot", (N,), i32),
         ("blocks", (3, blocks), i32),
         ("h", (N, I), x),
+        ("h_ordered", (N if "h" in order else 0, I), x),
     ]
     if layer.shared_gate is not None:
         inside.append(("gate", (T,), f32))
@@ -89,6 +91,20 @@ def coded_h(config: MoEConfig, dims: Dims) -> frozenset[str]:
     """The branches whose h a launch makes fp8."""
     many = dims.T > CODED_H_TOKENS
     return frozenset(schedules.coded_h(config, has_shared=dims.S > 0)) if many else frozenset()
+
+
+def ordered(layer: Layer, dims: Dims, config: MoEConfig, tiles: LayerTiles) -> frozenset[str]:
+    """Of "x" and "h", what routed experts of four bits multiply with another order of columns."""
+    if kernels.INTERPRET or tiles.one_launch:
+        return frozenset()
+    rows, found = layer.hidden_states.dtype, set()
+    for what, name, tile in (("x", "w13", tiles.gemm1), ("h", "w2", tiles.gemm2)):
+        weight = getattr(layer, name)
+        gated = config if name == "w13" else None
+        coded = _coded(layer, name, dims, config)
+        if tile.persistent and kernels.takes_ordered(weight, rows, tile.block_m, coded, gated):
+            found.add(what)
+    return frozenset(found)
 
 
 class Call:
@@ -128,6 +144,7 @@ class Call:
             blocks_3B=buffers["blocks"], block_m=tiles.gemm1.block_m, tail=tiles.gemm1.tail, **order
         )
         self.h, self.y, self.parts = buffers["h"], buffers["y"], buffers["parts"]
+        self.h_ordered, self.ordered = buffers["h_ordered"], ordered(layer, dims, config, tiles)
         self.gate_T, self.out = buffers.get("gate"), buffers.get("out")
         self.x_codes, self.h_codes, self.shared_h_codes = (
             (buffers.get(f"{name}_codes"), buffers.get(f"{name}_scales")) for name in ("x", "h", "shared_h")
@@ -164,20 +181,23 @@ class Call:
             plan_of: `schedules.plan` for this call but the schedule, and what depends on T.
         """
         self.warmup = warmup
-        chosen, done = (self.tiles, self.coded_h), set()
+        chosen, done = (self.tiles, self.coded_h, self.ordered), set()
         all_h = frozenset(schedules.coded_h(self.config, has_shared=self.dims.S > 0))
         kinds = itertools.product(choices, (False, True), dict.fromkeys((frozenset(), all_h)))
         for (self.tiles, schedule), one_chunk, self.coded_h in kinds:
             one_launch, overlaps = self.tiles.one_launch, self.tiles.overlaps
             if one_launch and self.coded_h:
                 continue
-            for step in plan_of(schedule, one_launch=one_launch, one_chunk=one_chunk, coded_h=self.coded_h):
+            fused = schedule == "fused"
+            self.ordered = frozenset() if fused else ordered(self.layer, self.dims, self.config, self.tiles)
+            options = {"one_launch": one_launch, "one_chunk": one_chunk, "coded_h": self.coded_h}
+            for step in plan_of(schedule, **options, ordered=self.ordered):
                 if isinstance(step, schedules.Launch):
                     key = (step, overlaps, self.tiles if step.name in schedules.TILED else None)
                     if key not in done:
                         done.add(key)
                         self.issue_step(step, overlaps=overlaps)
-        (self.tiles, self.coded_h), self.warmup = chosen, False
+        (self.tiles, self.coded_h, self.ordered), self.warmup = chosen, False
 
     def _quantize(self) -> None:
         self._to_codes(self.x, *self.x_codes)
@@ -194,6 +214,12 @@ class Call:
         assert codes is not None
         assert scales is not None
         kernels.quantize_rows(rows, codes, scales, *offsets, of_h=of_h, warmup=self.warmup)
+
+    def _reorder(self) -> None:
+        kernels.reorder_columns(self.x, self.y, warmup=self.warmup)
+
+    def _reorder_h(self) -> None:
+        kernels.reorder_columns(self.h, self.h_ordered, self.rows.offsets, warmup=self.warmup)
 
     def _router(self) -> None:
         assert self.layer.router_weight is not None
@@ -259,6 +285,7 @@ class Call:
             shared_coded=self.coded["shared_w13"] if shared else kernels.PLAIN,
             x_codes_TH=self.x_codes[0],
             x_scales=self.x_codes[1],
+            x_ordered=self.y if routed and not shared and "x" in self.ordered else None,
             allow_tf32=self.allow_tf32,
             warmup=self.warmup,
         )
@@ -287,6 +314,7 @@ class Call:
             shared_coded=self.coded["shared_w2"] if shared else kernels.PLAIN,
             h_codes_NI=h_codes,
             h_scales=h_scales,
+            h_ordered=self.h_ordered if routed and not shared and "h" in self.ordered else None,
             h_shared_codes_TS=shared_codes,
             h_shared_scales=shared_scales,
             allow_tf32=self.allow_tf32,

@@ -89,7 +89,7 @@ def coded_h(config: MoEConfig, *, has_shared: bool) -> dict[str, str]:
 def plan(
     schedule: str, present: frozenset[str], *, zero_experts: bool, finalized: bool, one_chunk: bool = False,
     alt_first: bool = False, one_launch: bool = False, coded_rows: frozenset[str] = frozenset(),
-    coded_h: frozenset[str] = frozenset(),
+    coded_h: frozenset[str] = frozenset(), ordered: frozenset[str] = frozenset(),
 ) -> tuple[Step, ...]:  # fmt: skip
     """The steps of one layer.
 
@@ -107,6 +107,8 @@ def plan(
             launch makes for both, before the fork.
         coded_h: the branches whose second products multiply h as such numbers, which a launch between the products
             makes; not with one_launch or "fused", whose second products do so themselves.
+        ordered: of "x" and "h", what the routed experts' products multiply in another order of columns, which a launch
+            before each makes; not with one_launch or "fused". x in that order lies where y is written later.
     """
 
     def launch(name: str, reads: str, writes: str, stream: StreamName = "main", updates: str = "") -> Launch:
@@ -134,9 +136,12 @@ def plan(
         routed.append(launch("order", chosen, f"{slots} {rows}", branch, "" if one_chunk else "counters"))
     gate = [launch("gate", "hidden_states shared_gate", "gate", shared_branch)] if has_gate else []
     routed_x, shared_x = ("x_codes x_scales" if b in coded_rows else "hidden_states" for b in ("routed", "shared"))
+    if "x" in ordered:
+        routed.insert(0, launch("reorder", "hidden_states", "y", branch))
+        routed_x = "y"
     gemm1 = f"{routed_x} {_parts('w13')} w13_bias blocks sorted_slot slot_weights"
     gemm2 = f"{_parts('w2')} w2_bias blocks"
-    h = "h_codes h_scales" if "routed" in coded_h else "h"
+    h = "h_codes h_scales" if "routed" in coded_h else "h_ordered" if "h" in ordered else "h"
     shared_h = "shared_h_codes shared_h_scales" if "shared" in coded_h else "shared_h"
     shared1 = f"{shared_x} {_parts('shared_w13')} num_valid_tokens"
     shared2 = f"{_parts('shared_w2')} num_valid_tokens{' gate' if has_gate else ''}"
@@ -171,6 +176,8 @@ def plan(
         routed.append(launch("gemm1", gemm1, "h", branch, "taken"))
         if "routed" in coded_h:
             routed.append(launch("quantize_h", "h offsets", h, branch))
+        if "h" in ordered:
+            routed.append(launch("reorder_h", "h offsets", h, branch))
         routed.append(launch("gemm2", f"{h} {gemm2} offsets", "y", branch, "taken"))
 
     if one_stream:
@@ -210,7 +217,7 @@ TILED = frozenset(
 
 PARTS = {
     **dict.fromkeys(("quantize", "router", "choose_order", "choose", "order", "zero"), "router"),
-    **dict.fromkeys(("gemm1", "quantize_h", "gemm2", "experts"), "routed"),
+    **dict.fromkeys(("reorder", "gemm1", "quantize_h", "reorder_h", "gemm2", "experts"), "routed"),
     **dict.fromkeys(("gate", "shared_gemm1", "quantize_shared_h", "shared_gemm2"), "shared"),
     "finalize": "finalize",
     "experts_finalize": "routed+finalize",

@@ -43,6 +43,8 @@ _FEW_ROWS: dict[tuple[str, str], tuple[Tile, ...]] = {
         Tile(16, 16, 256, 4, 4, swap=True),
         Tile(32, 32, 256, 4, 3, swap=True),
         Tile(32, 64, 128, 4, 4, swap=True),
+        Tile(16, 64, 256, 4, 3, swap=True, persistent=True),
+        Tile(32, 64, 128, 4, 4, swap=True, persistent=True),
     ),
     ("4bit", "gemm2"): (
         Tile(16, 64, 128, 4, 4, swap=True),
@@ -51,6 +53,8 @@ _FEW_ROWS: dict[tuple[str, str], tuple[Tile, ...]] = {
         Tile(16, 128, 256, 4, 3, swap=True),
         Tile(32, 64, 128, 4, 3, swap=True),
         Tile(32, 128, 128, 4, 3, swap=True),
+        Tile(16, 128, 128, 4, 4, swap=True, persistent=True),
+        Tile(32, 128, 128, 4, 3, swap=True, persistent=True),
     ),
     # A step of fp8 is the 128 columns that share a scale.
     ("fp8", "gemm1"): (
@@ -88,10 +92,14 @@ _MANY_ROWS: dict[tuple[str, str], tuple[Tile, ...]] = {
     ("4bit", "gemm1"): (
         Tile(64, 64, 128, 8, 3, swap=True, least_m=16),
         Tile(64, 32, 128, 4, 3, swap=True, least_m=16),
+        Tile(64, 64, 128, 8, 3, swap=True, persistent=True, least_m=16),
+        Tile(128, 64, 128, 8, 3, swap=True, persistent=True, least_m=16),
     ),
     ("4bit", "gemm2"): (
         Tile(64, 128, 128, 8, 3, swap=True, least_m=16),
         Tile(64, 64, 128, 4, 3, swap=True, least_m=16),
+        Tile(64, 128, 128, 8, 3, swap=True, persistent=True, least_m=16),
+        Tile(128, 128, 128, 8, 3, swap=True, persistent=True, least_m=16),
     ),
     ("fp8", "gemm1"): (
         Tile(64, 64, 128, 8, 3, swap=True, least_m=16),
@@ -172,7 +180,9 @@ def _others(name: str, shape: Shape, T: int) -> Iterable[Tile]:
         least = 32 if T <= 256 else 64
     own = [getattr(variant, name) for variant in tuning.layer_variants(layer_kind)]
     for tile in (*_FEW_ROWS[kind, kernel] * few, *_MANY_ROWS[kind, kernel] * many, *own):
-        if least <= tile.block_m <= most and not (shared and tile.tail):
+        routed_alone = tile.tail or (tile.persistent and kind == "4bit")
+        alone = tile.persistent and kind == "4bit" and T <= _FEW_TOKENS  # where the products are one launch
+        if least <= tile.block_m <= most and not (shared and routed_alone) and not alone:
             yield tile
 
 

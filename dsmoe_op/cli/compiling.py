@@ -186,6 +186,14 @@ def warm_up(job: Job) -> None:
                 break
 
 
+def ordered(shape: Shape, tiles: LayerTiles) -> frozenset[str]:
+    """As `launches.ordered` says of a layer of this shape."""
+    from dsmoe_op import launches
+
+    dims = dims_of(shape, 4)
+    return launches.ordered(_without_memory(shape, dims), dims, shape.config, tiles)
+
+
 @functools.lru_cache(maxsize=4)
 def _without_memory(shape: Shape, dims: Dims) -> Layer:
     def tensor(*size: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:

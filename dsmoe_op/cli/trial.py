@@ -16,6 +16,7 @@ from dsmoe_op.cli import candidates, compiling, timing
 from dsmoe_op.cli.candidates import Candidates
 from dsmoe_op.cli.output import CommandError, error_text
 from dsmoe_op.cli.problem import ROWS_LIMITS, Problem
+from dsmoe_op.formats import FORMATS
 from dsmoe_op.tuning import Choice, LayerTiles, Table, Tile
 from dsmoe_op.tuning.tables import BUCKETS, Row
 
@@ -45,6 +46,8 @@ class Trial:
         self._taken = torch.zeros(len(inputs), _TAKEN, dtype=torch.int32, device=inputs[0].device)
         for i, buffers in enumerate(self._buffers):
             buffers["taken"] = self._taken[i, :2]
+            if _is_4_bits(self.config.routed_format):  # some candidates multiply it, whatever the heuristic's does
+                buffers["h_ordered"] = torch.empty_like(buffers["h"])
         self._routed: dict[tuple[int, int], list[launches.Call]] = {}
         self._codes = schedule.coded_rows(self.config, has_shared=self.dims.S > 0)
 
@@ -75,23 +78,30 @@ class Trial:
         return self._routed[blocks]
 
     def _run(self, name: str, tile: Tile) -> timing.Call:
-        calls = self._calls(tile)
+        calls, tiles = self._calls(tile), compiling.all_of(tile)
+        ordered = launches.ordered(self.layers[0], self.dims, self.config, tiles)
+        if name == "gemm1" and "x" in ordered:
+            for call in calls:
+                call.issue("reorder")
 
         def run(i: int) -> Tensor:
             if i == 0 and name in ("gemm1", "gemm2"):
                 self._taken.zero_()
-            calls[i].tiles = compiling.all_of(tile)
+            calls[i].tiles, calls[i].ordered = tiles, ordered
             calls[i].issue(name)
             return self._buffers[i][_OUTPUTS[name]]
 
         return run
 
-    def _quantize_h(self, gemm1: str) -> None:
-        """What a second product reads where h becomes fp8 in a launch between."""
+    def _between(self, gemm1: str) -> None:
+        """What a second product reads where a launch between makes h fp8, or changes the order of its columns."""
         branch, launch = ("routed", "quantize_h") if gemm1 == "gemm1" else ("shared", "quantize_shared_h")
         for call in self._calls(self.first.gemm1):
             if gemm1.endswith("gemm1") and branch in call.coded_h:
                 call.issue(launch)
+        if gemm1 == "gemm1" and _is_4_bits(self.config.routed_format):
+            for call in self._calls(self.first.gemm1):
+                call.issue("reorder_h")
 
     def times(self, tiles: Candidates) -> dict[str, dict[Tile, float]]:
         """Microseconds by launch and tile, without those that are wrong or fail. The first that runs is right."""
@@ -106,8 +116,12 @@ class Trial:
                 return {key: {} for key in tiles}
             for i in range(len(self.layers)):  # whatever the others left: what the next product reads
                 runs[next(iter(us[name]))](i)
-            self._quantize_h(name)
+            self._between(name)
         return us
+
+
+def _is_4_bits(format: str | None) -> bool:
+    return format is not None and FORMATS[format].bits == 4
 
 
 def layer_times(

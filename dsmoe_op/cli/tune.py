@@ -24,7 +24,7 @@ from torch import Tensor
 import dsmoe_op
 from dsmoe_op import schedule as schedules
 from dsmoe_op import tuning
-from dsmoe_op.cli import arguments, candidates, output, shapes
+from dsmoe_op.cli import arguments, candidates, compiling, output, shapes
 from dsmoe_op.cli.candidates import layer_shape
 from dsmoe_op.cli.compiling import Compiler, Job, OutOfTime, Target
 from dsmoe_op.cli.output import CommandError
@@ -291,6 +291,9 @@ def _product_jobs(shape: Shape, tokens: Sequence[int]) -> list[Job]:
     before = ["quantize"] * bool(codes) + ["router", "choose_order"] + ["gate"] * bool(shape.S and shape.shared_gate)
     of_h = schedules.coded_h(shape.config, has_shared=shape.S > 0)
     before += ["quantize_h"] * ("routed" in of_h) + ["quantize_shared_h"] * ("shared" in of_h)
+    tiles = [tile for T in tokens for tile in candidates.tiles(shape, T)["gemm1"]]
+    ordered = any(compiling.ordered(shape, compiling.all_of(tile)) for tile in tiles)
+    before += ["reorder", "reorder_h"] * ordered
     jobs = [Job(shape, name, None) for name in before]
     for T in tokens:
         jobs += [Job(shape, name, tile) for name, some in candidates.tiles(shape, T).items() for tile in some]
@@ -311,6 +314,7 @@ def _layer_jobs(shape: Shape, choices: Sequence[Choice], overlaps: bool) -> list
         steps = schedules.plan(
             schedule, _present(shape), zero_experts=False, finalized=True, one_launch=tiles.one_launch,
             coded_rows=coded_rows, coded_h=frozenset() if tiles.one_launch else coded_h,
+            ordered=frozenset() if schedule == "fused" else compiling.ordered(shape, tiles),
         )  # fmt: skip
         for step in steps:
             if isinstance(step, schedules.Launch):

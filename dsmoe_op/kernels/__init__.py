@@ -10,11 +10,13 @@ those that it was given, or tensor descriptors of them, and no views made inside
 """
 
 from dsmoe_op.kernels.coded import PLAIN, Coded, as_bytes, coded
+from dsmoe_op.kernels.coded_persistent import takes as takes_ordered
 from dsmoe_op.kernels.experts import experts, num_arrivals, num_parts
 from dsmoe_op.kernels.finalize import finalize
 from dsmoe_op.kernels.gate import shared_gate
 from dsmoe_op.kernels.gemm import gemm1, gemm2
 from dsmoe_op.kernels.launch import (
+    INTERPRET,
     Bound,
     Direct,
     Recording,
@@ -26,10 +28,12 @@ from dsmoe_op.kernels.launch import (
 )
 from dsmoe_op.kernels.order import Rows, num_blocks, num_chunks, num_counters
 from dsmoe_op.kernels.quantize import quantize_rows
+from dsmoe_op.kernels.reorder import reorder_columns
 from dsmoe_op.kernels.route import choose, order_rows, zero_counters
 from dsmoe_op.kernels.router import router_logits, router_splits
 
 __all__ = [
+    "INTERPRET",
     "PLAIN",
     "Bound",
     "Coded",
@@ -54,9 +58,11 @@ __all__ = [
     "order_rows",
     "overlapping",
     "quantize_rows",
+    "reorder_columns",
     "router_logits",
     "router_splits",
     "row_stride",
     "shared_gate",
+    "takes_ordered",
     "zero_counters",
 ]

@@ -132,7 +132,7 @@ def _spread(t_NG, ROWS: tl.constexpr, GROUPS: tl.constexpr, COLUMNS: tl.constexp
 
 
 @triton.constexpr_function
-def _unpacking(name, dtype):
+def unpacking(name, dtype):
     """PTX from a word of eight codes to four pairs of numbers, each rounded once: codes j and j + 4, the first one low.
 
     Operands: the four pairs, the word, the scale twice in a register, and for int4 that much of minus the power of two
@@ -188,7 +188,7 @@ def _pair_of(word, j, zero, scale, NAME: tl.constexpr, DTYPE: tl.constexpr):
 @triton.jit
 def _unpacked(word, there, zero_NG, scale_NG, NAME: tl.constexpr, DTYPE: tl.constexpr, GROUPS: tl.constexpr,
               INTERPRET: tl.constexpr):  # fmt: skip
-    """Numbers [rows, 8 words] of int32 words of codes [rows, words], columns in the order of `_in_order`.
+    """Numbers [rows, 8 words] of int32 words of codes [rows, words], columns in the order of `in_order`.
 
     Zero points, int16 codes of int4 or None, and scales are of groups of columns. Words that are not `there` (None: all
     are, or have a scale of 0) stand for zeros.
@@ -196,7 +196,7 @@ def _unpacked(word, there, zero_NG, scale_NG, NAME: tl.constexpr, DTYPE: tl.cons
     ROWS: tl.constexpr = word.shape[0]
     WORDS: tl.constexpr = word.shape[1]
     if scale_NG.dtype == DTYPE and DTYPE != tl.float32 and not INTERPRET:
-        ASM: tl.constexpr = _unpacking(NAME, DTYPE)
+        ASM: tl.constexpr = unpacking(NAME, DTYPE)
         IMPLIED: tl.constexpr = -0x3D00 if DTYPE == tl.bfloat16 else -0x1C00  # the bits of -128 or -1024
         scale = _spread(_twice(scale_NG), ROWS, GROUPS, WORDS)
         if there is not None:
@@ -231,7 +231,7 @@ def _unpacked(word, there, zero_NG, scale_NG, NAME: tl.constexpr, DTYPE: tl.cons
 
 
 @triton.jit
-def _in_order(a):
+def in_order(a):
     """Columns of a as `_unpacked` has them: of each 32, by j, then word, then half."""
     ROWS: tl.constexpr = a.shape[0]
     COLUMNS: tl.constexpr = a.shape[1]
@@ -434,7 +434,7 @@ def coded_products(
                 zero = (pair >> (row_N % 2 * 4).to(tl.int16)[:, None]) & 15
             there = in_w if NAME == "int4" and RAGGED and INNER % GROUP != 0 else None  # 0 is no code of it
             n = _unpacked(w, there, zero, s, NAME, a.dtype, STEP_SCALES, INTERPRET)
-            a = _in_order(a)
+            a = in_order(a)
             if SWAP:
                 sum = tl.dot(n, a.T, sum, input_precision=PRECISION)
             else:

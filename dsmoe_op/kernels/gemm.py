@@ -18,6 +18,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from dsmoe_op.config import MoEConfig
 from dsmoe_op.kernels.coded import PLAIN, Coded, coded_products
+from dsmoe_op.kernels.coded_persistent import coded_persistent
 from dsmoe_op.kernels.epilogue import ended, store, store_zeros
 from dsmoe_op.kernels.gemm1_persistent import gemm1_persistent
 from dsmoe_op.kernels.gemm1_persistent import takes as takes_w13
@@ -50,6 +51,7 @@ def gemm1(
     shared_coded: Coded = PLAIN,
     x_codes_TH: Tensor | None = None,
     x_scales: Tensor | None = None,
+    x_ordered: Tensor | None = None,
     allow_tf32: bool = False,
     warmup: bool = False,
 ) -> None:
@@ -71,6 +73,8 @@ def gemm1(
             leaves them.
         x_codes_TH, x_scales: x as `quantize_rows` makes it, which weights multiply in place of x whose format quantises
             rows so; others quantise what they read.
+        x_ordered: x as `reorder_columns` makes it, for routed experts of four bits such as `coded_persistent.takes`
+            says, which multiply it in place of x.
         allow_tf32: float32 products may be tf32.
     """
     if x_TH.shape[0] == 0:
@@ -78,6 +82,16 @@ def gemm1(
     assert tile.splits == 1
 
     routed = shared = None
+    if x_ordered is not None:
+        assert w13 is not None
+        assert h_NI is not None
+        assert blocks is not None
+        assert taken is not None
+        coded_persistent(
+            x_ordered, w13, h_NI, coded=coded, block_m=tile.block_m, config=config, bias=w13_bias, blocks_3B=blocks,
+            sorted_slot_N=sorted_slot_N, taken=taken, warmup=warmup,
+        )  # fmt: skip
+        return
     if w13 is not None:
         assert h_NI is not None
         weight_on_input = topk_weights_TK if config.apply_router_weight_on_input else None
@@ -152,6 +166,7 @@ def gemm2(
     shared_coded: Coded = PLAIN,
     h_codes_NI: Tensor | None = None,
     h_scales: Tensor | None = None,
+    h_ordered: Tensor | None = None,
     h_shared_codes_TS: Tensor | None = None,
     h_shared_scales: Tensor | None = None,
     allow_tf32: bool = False,
@@ -172,6 +187,7 @@ def gemm2(
         gate_T: float32 [T], multiplies the shared row before it is rounded.
         shared_TH: written; [T, H] contiguous; zeros from num_valid_tokens on.
         h_codes_NI, h_scales, h_shared_codes_TS, h_shared_scales: h as `quantize_rows` makes it, as of x in `gemm1`.
+        h_ordered: h as `reorder_columns` makes it, likewise.
         num_valid_tokens, coded, shared_coded, allow_tf32: as in `gemm1`.
     """
     routed = shared = None
@@ -179,6 +195,17 @@ def gemm2(
         assert h_NI is not None
         assert y_NH is not None
         a, a_scale = _rows_for(coded, h_NI, h_codes_NI, h_scales)
+        if h_ordered is not None:
+            assert blocks is not None
+            assert offsets is not None
+            assert taken is not None
+            coded_persistent(
+                h_ordered, w2, y_NH, coded=coded, block_m=tile.block_m, bias=w2_bias, blocks_3B=blocks, taken=taken,
+                warmup=warmup,
+            )  # fmt: skip
+            if zero_tail:
+                _zero_rows_after(offsets, y_NH, warmup=warmup)
+            return
         if shared_w2 is None and y_NH.shape[0] and _is_persistent_gemm2(tile, a, w2, y_NH, coded):
             assert blocks is not None
             assert offsets is not None

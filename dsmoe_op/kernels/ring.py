@@ -20,6 +20,8 @@ load_box = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_glob
 store_box = tma.async_store if hasattr(tma, "async_store") else tma.async_copy_shared_to_global
 gather = async_copy.async_load if hasattr(async_copy, "async_load") else async_copy.async_copy_global_to_shared
 meet = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
+_buffers = gl.shared_memory_descriptor
+reinterpret = _buffers.reinterpret if hasattr(_buffers, "reinterpret") else _buffers._reinterpret
 
 GL_DTYPE = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, torch.float8_e4m3fn: gl.float8e4nv}
 

@@ -101,8 +101,19 @@ _ROUTED: dict[str, tuple[Routed, ...]] = {
     ),
     "4bit": (
         Routed(16, ALL, Tile(16, 32, 256, 4, 3, swap=True), Tile(16, 128, 128, 4, 4, swap=True)),
-        Routed(32, ALL, Tile(32, 64, 128, 4, 4, swap=True), Tile(32, 128, 128, 4, 3, swap=True)),
-        Routed(ALL, ALL, *_MANY_ROWS_OF_4_BITS),
+        Routed(
+            28,
+            ALL,
+            Tile(32, 64, 128, 4, 4, swap=True, persistent=True),
+            Tile(32, 128, 128, 4, 3, swap=True, persistent=True),
+        ),
+        Routed(56, ALL, *(tile._replace(persistent=True) for tile in _MANY_ROWS_OF_4_BITS)),
+        Routed(
+            ALL,
+            ALL,
+            Tile(128, 64, 128, 8, 3, swap=True, persistent=True, least_m=16),
+            Tile(128, 128, 128, 8, 3, swap=True, persistent=True, least_m=16),
+        ),
     ),
     "fp32_4bit": (Routed(ALL, ALL, Tile(16, 32, 64, 4, 3), Tile(16, 64, 64, 4, 3)),),
 }

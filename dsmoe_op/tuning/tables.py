@@ -35,7 +35,7 @@ SHARED = ("shared_gemm1", "shared_gemm2")
 GEMMS = ("gemm1", "gemm2", *SHARED)
 PARTS = (*GEMMS, "layer")
 """Of what there are times, in microseconds."""
-PERSISTENT_M = {"16bit": (128,), "fp8": (64, 128)}
+PERSISTENT_M = {"16bit": (128,), "fp8": (64, 128), "4bit": (16, 32, 64, 128)}
 """What block_m of a persistent tile may be, by kind of product; of others it means nothing, and is 128."""
 FP8_K, LEAST_4BIT_K = 128, 32
 """block_k of a product with weights in fp8, whose scale may be that of 128 columns, and the least with four bits."""

@@ -1,0 +1,560 @@
+"""Products of four-bit weights and many rows: persistent programs with a producer and two consumers, in Gluon (sm_90).
+
+One kernel for GEMM 1 and GEMM 2, of which one program an SM takes item after item, as in `gemm2_persistent`. An item is
+a block's rows by 256 rows of w, which the matrix unit has on its longer side and takes from registers.
+
+- The producer, a warpgroup, gathers rows of a with asynchronous copies, and fetches codes of w by the copy engine. A
+  buffer is full when all of its threads' copies and the engine's have come.
+- A consumer has two times 64 rows of w: pairs of gate and up rows, or neighbours. It makes numbers of the codes of one
+  while the product with the other runs.
+
+Columns of a come in the order in which a word's codes become numbers (`reorder.py`), so they go straight from memory to
+where the matrix unit reads them. Rows are not looked at: one height of tile, BLOCK_M, for every block. (With smaller
+ones beside it for blocks that are half empty, ptxas 12.8 used an address of one in another.)
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from dsmoe_op.config import MoEConfig
+from dsmoe_op.formats import FORMATS
+from dsmoe_op.kernels.coded import Coded, unpacking
+from dsmoe_op.kernels.epilogue import activate
+from dsmoe_op.kernels.launch import launch
+from dsmoe_op.kernels.ring import (
+    gather,
+    is_hopper,
+    item_at,
+    load_box,
+    multiprocessors,
+    next_buffer,
+    reinterpret,
+    take_item,
+    tell,
+    told,
+)
+
+_ROWS = 64
+"""Rows of w in one product of a consumer, which has two."""
+_CONSUMER_REGISTERS, _PRODUCER_REGISTERS = 224, 56
+_RING = {16: (256, 5), 32: (256, 4), 64: (128, 6), 128: (128, 4)}
+"""Columns of a step, and buffers, by the rows of a block."""
+
+
+def takes(w: Tensor, rows_dtype: torch.dtype, block_m: int, coded: Coded, config: MoEConfig | None = None) -> bool:
+    """Whether their GPU has Hopper's matrix unit, and this kernel multiplies these weights by such rows.
+
+    The weights are of four bits, contiguous, aligned to 16 bytes, without zero points, with groups of 16 to 128 columns
+    and scales that the dtype of the rows has exactly; whole words of 32 columns.
+
+    Args:
+        w: [E, rows, columns / 2] bytes.
+        rows_dtype: of what they multiply, and of the output.
+        config: of a GEMM 1.
+    """
+    form = coded.form
+    if form is None or coded.scale is None or FORMATS[form[0]].bits != 4 or block_m not in _RING:
+        return False
+    scale = coded.scale.dtype
+    exact = scale in (rows_dtype, torch.float8_e4m3fn) or (scale == torch.uint8 and rows_dtype == torch.bfloat16)
+    plain = form[7] == 0 and form[1] in (16, 32, 64, 128) and rows_dtype in (torch.bfloat16, torch.float16)
+    if config is not None:
+        plain &= config.gated and not config.apply_router_weight_on_input
+    aligned = w.data_ptr() % 16 == 0 and w.shape[-1] % 16 == 0
+    return exact and plain and aligned and w.dim() == 3 and w.is_contiguous() and is_hopper(w.device)
+
+
+def coded_persistent(
+    a: Tensor,
+    w: Tensor,
+    out: Tensor,
+    *,
+    coded: Coded,
+    block_m: int,
+    blocks_3B: Tensor,
+    taken: Tensor,
+    config: MoEConfig | None = None,
+    bias: Tensor | None = None,
+    sorted_slot_N: Tensor | None = None,
+    warmup: bool = False,
+) -> None:
+    """out = a w^T + bias, or with a config the activation of that, rounded once, for the rows that experts have.
+
+    Args:
+        a: rows in the order of `reorder_columns`, contiguous: h [N, I], or x [T, H] with a config (and what may follow).
+        w: [E, H, I / 2] or [E, 2I, H / 2] bytes; such as `takes` says.
+        out: written; y [N, H] or h [N, I], contiguous.
+        coded: what belongs to w.
+        blocks_3B, sorted_slot_N: as `Rows`, of blocks of block_m rows; the latter with a config.
+        taken: int32 [2], zeros before; changed: GEMM 2 counts in the first, GEMM 1 in the second.
+        config: that of the layer, for GEMM 1.
+        bias: [E, H] or [E, 2I] contiguous, any float dtype.
+    """
+    form = coded.form
+    assert form is not None
+    experts, _, width = w.shape
+    columns = out.shape[1]
+    gated = config is not None
+    interleaved = config is not None and config.w13_order == "interleaved"
+    step, stages = _RING[block_m]
+    # Boxes of 64 rows that belong together: neighbours, or every other one.
+    shape = [experts * columns, 2, width] if interleaved else [experts * (1 + gated), columns, width]
+    box = [_ROWS, 1, step // 2] if interleaved else [1, _ROWS, step // 2]
+    layout = gl.NVMMASharedLayout(swizzle_byte_width=step // 2, element_bitwidth=8, rank=3)
+    args = (
+        a,
+        sorted_slot_N,
+        TensorDescriptor(w, shape, [shape[1] * width, width, 1], box, layout),
+        coded.scale,
+        coded.global_scale,
+        bias,
+        out,
+        blocks_3B,
+        blocks_3B.shape[1],
+        out.shape[0],
+        taken,
+    )
+    meta = {
+        "K": 1 if config is None else config.top_k,
+        "COLUMNS": columns,
+        "INNER": 2 * width,
+        "BLOCK_M": block_m,
+        "STEP": step,
+        "STAGES": stages,
+        "NAME": form[0],
+        "GROUP": form[1],
+        "GROUPS": form[2],
+        "PER_TENSOR": form[5],
+        "INTERLEAVED": interleaved,
+        "ACTIVATION": None if config is None else config.activation,
+        "UP_FIRST": config is not None and config.w13_order == "up_gate",
+        "CLAMP": None if config is None else config.clamp_routed,
+        "CLAMP_AFTER": config is not None and config.clamp_after_activation,
+        "CONSUMER_REGISTERS": _CONSUMER_REGISTERS,
+        "PRODUCER_REGISTERS": _PRODUCER_REGISTERS,
+        "num_warps": 4,
+    }
+    launch(_persistent_coded, (multiprocessors(w.device),), args, meta, warmup=warmup)
+
+
+@gluon.jit
+def _produce(
+    a_ptr, sorted_slot_ptr, w_desc, blocks_ptr, num_blocks, N, taken_ptr, a_bufs, w_bufs, info, full, empty,
+    K: gl.constexpr, COLUMNS: gl.constexpr, INNER: gl.constexpr, BLOCK_M: gl.constexpr, STEP: gl.constexpr,
+    STAGES: gl.constexpr, GATED: gl.constexpr, INTERLEAVED: gl.constexpr,
+):  # fmt: skip
+    PANELS: gl.constexpr = STEP // 64
+    WIDE: gl.constexpr = 128 if GATED else 256  # columns of an item
+    OWN: gl.constexpr = WIDE // 2
+    TILES: gl.constexpr = (COLUMNS + WIDE - 1) // WIDE
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    m = gl.arange(0, BLOCK_M, layout=gl.SliceLayout(1, LAYOUT))
+    d = gl.arange(0, 64, layout=gl.SliceLayout(0, LAYOUT))
+    item = gl.program_id(0)
+    expert, row, end, tile = item_at(blocks_ptr, num_blocks, N, item, TILES, BLOCK_M)
+    s = item * 0
+    phase = s + 1  # a fresh barrier counts as past its odd phase: the first wait for each buffer passes
+    while expert >= 0:
+        # The next item is looked up while this one is fetched.
+        item = take_item(taken_ptr, item)
+        next_expert, next_row, next_end, next_tile = item_at(blocks_ptr, num_blocks, N, item, TILES, BLOCK_M)
+        rows = row + m
+        if sorted_slot_ptr is None:
+            read = gl.where(rows < end, rows, 0)
+        else:
+            read = gl.load(sorted_slot_ptr + rows, mask=rows < end, other=0) // K
+        a_rows = a_ptr + read.to(gl.int64) * INNER
+        column = tile * WIDE
+        for start in range(0, INNER, STEP):
+            mbarrier.wait(empty.index(s), phase)
+            if start == 0:
+                tell(info, s, expert, row, end, tile)
+            bar = full.index(s)
+            mbarrier.expect(bar, 4 * 64 * (STEP // 2))
+            for i in gl.static_range(4):
+                if INTERLEAVED:
+                    at = [expert * COLUMNS + column + OWN * (i // 2), i % 2, start // 2]
+                elif GATED:
+                    at = [2 * expert + i % 2, column + OWN * (i // 2), start // 2]
+                else:
+                    at = [expert, column + 64 * i, start // 2]
+                load_box(w_desc, at, bar, w_bufs.index(4 * s + i))
+            for p in gl.static_range(PANELS):
+                c = start + 64 * p + d
+                there = gl.expand_dims(rows < end, 1) & gl.expand_dims(c < INNER, 0)
+                pointers = gl.expand_dims(a_rows, 1) + gl.expand_dims(c, 0)
+                gather(a_bufs.index(PANELS * s + p), pointers, mask=there)
+            async_copy.mbarrier_arrive(bar, increment_count=False)
+            s, phase = next_buffer(s, phase, STAGES)
+        expert = next_expert
+        row = next_row
+        end = next_end
+        tile = next_tile
+    mbarrier.wait(empty.index(s), phase)
+    tell(info, s, -1, 0, 0, 0)
+    mbarrier.arrive(full.index(s), count=1)
+    async_copy.mbarrier_arrive(full.index(s), increment_count=False)
+
+
+@gluon.constexpr_function
+def _words(words):
+    """Layout of [64, words] int32 in which a thread has what it gives the matrix unit."""
+    bits = []
+    w = 4
+    while w < words:
+        bits.append([0, w])
+        w *= 2
+    return gl.DistributedLinearLayout(
+        [*bits, [8, 0]], [[0, 1], [0, 2], [1, 0], [2, 0], [4, 0]], [[16, 0], [32, 0]], [], [64, words]
+    )
+
+
+@gluon.constexpr_function
+def _of_groups(words, groups):
+    """The same layout of [64, groups, words / groups]."""
+    each = words // groups
+
+    def split(base):
+        return [base[0], base[1] // each, base[1] % each]
+
+    layout = _words(words)
+    return gl.DistributedLinearLayout(
+        [split(b) for b in layout.reg_bases], [split(b) for b in layout.lane_bases],
+        [split(b) for b in layout.warp_bases], [], [64, groups, each],
+    )  # fmt: skip
+
+
+@gluon.jit
+def _in_two(t):
+    """The first and the second half of the columns."""
+    M: gl.constexpr = t.shape[0]
+    N: gl.constexpr = t.shape[1]
+    return gl.split(gl.permute(gl.reshape(t, [M, 2, N // 2]), [0, 2, 1]))
+
+
+@gluon.jit
+def _scales(rows_ptr, there, k, STEP: gl.constexpr, GROUP: gl.constexpr, GROUPS: gl.constexpr):
+    """Of step k: [64, scales of a step], of which each 64 columns have as many, at least one."""
+    COUNT: gl.constexpr = STEP // (GROUP if GROUP < 64 else 64)
+    WORDS: gl.constexpr = gl.SliceLayout(2, _of_groups(STEP // 8, COUNT))
+    j = gl.arange(0, COUNT, layout=gl.SliceLayout(0, WORDS))
+    if GROUP <= 64:
+        group = k * COUNT + j
+    else:
+        group = (k * STEP + 64 * j) // GROUP
+    ptrs = gl.expand_dims(rows_ptr, 1) + gl.expand_dims(group, 0)
+    mask = gl.expand_dims(there, 1) & gl.expand_dims(group < GROUPS, 0)
+    if ptrs.dtype.element_ty == gl.uint8:
+        return gl.load(ptrs, mask=mask, other=0)
+    else:
+        return gl.load(ptrs, mask=mask, other=0.0)
+
+
+@gluon.jit
+def _doubled(scales, DTYPE: gl.constexpr):
+    """int32: scales in a dtype that has them exactly, in both halves."""
+    if scales.dtype == gl.uint8:  # a power of two
+        bits = gl.where(scales == 0, 0x0040, scales.to(gl.int16) << 7)  # 2^-127 is subnormal
+        bits = gl.where(scales == 255, 0x7FC0, bits).to(gl.int16)
+    else:
+        bits = scales.to(DTYPE).to(gl.int16, bitcast=True)
+    return (bits.to(gl.int32) & 0xFFFF) * 65537
+
+
+@gluon.jit
+def _numbers(words, scale, NAME: gl.constexpr, DTYPE: gl.constexpr, DOT: gl.constexpr):
+    """[64, 64] numbers of [64, 8] words, in the order of `in_order`; scale is int32 [64, groups]."""
+    G: gl.constexpr = scale.shape[1]
+    ASM: gl.constexpr = unpacking(NAME, DTYPE)
+    LAYOUT: gl.constexpr = _of_groups(8, G)
+    w3 = gl.convert_layout(gl.reshape(words, [64, G, 8 // G]), LAYOUT, assert_trivial=True)
+    s3 = gl.expand_dims(gl.convert_layout(scale, gl.SliceLayout(2, LAYOUT), assert_trivial=True), 2)
+    w3, s3 = gl.broadcast(w3, s3)
+    if NAME == "int4":
+        # The bits of -136 or -1032, twice
+        zero = gl.full_like(w3, -0x3CF73CF8 if DTYPE == gl.bfloat16 else -0x1BF71BF8)
+        p0, p1, p2, p3 = gl.inline_asm_elementwise(
+            ASM, "=&r,=&r,=&r,=&r,r,r,r", [w3, s3, zero], (gl.int32, gl.int32, gl.int32, gl.int32), True, 1
+        )
+    else:
+        p0, p1, p2, p3 = gl.inline_asm_elementwise(
+            ASM, "=&r,=&r,=&r,=&r,r,r", [w3, s3], (gl.int32, gl.int32, gl.int32, gl.int32), True, 1
+        )
+    n0 = _halves(p0, DTYPE)
+    n1 = _halves(p1, DTYPE)
+    n2 = _halves(p2, DTYPE)
+    n3 = _halves(p3, DTYPE)
+    n = gl.join(gl.join(n0, n1), gl.join(n2, n3))  # [64, G, 8/G, half, j % 2, j // 2]
+    n = gl.permute(gl.reshape(n, [64, 2, 4, 2, 2, 2]), [0, 1, 5, 4, 2, 3])
+    return gl.convert_layout(gl.reshape(n, [64, 64]), DOT, assert_trivial=True)
+
+
+@gluon.jit
+def _halves(pair, DTYPE: gl.constexpr):
+    low = pair.to(gl.int16).to(DTYPE, bitcast=True)
+    return gl.join(low, (pair >> 16).to(gl.int16).to(DTYPE, bitcast=True))
+
+
+@gluon.jit
+def _quarters(t):
+    a, b = _in_two(t)
+    a0, a1 = _in_two(a)
+    b0, b1 = _in_two(b)
+    return a0, a1, b0, b1
+
+
+@gluon.jit
+def _panels(t, PANELS: gl.constexpr):
+    """The parts of a step that are 64 columns of a."""
+    if PANELS == 4:
+        return _quarters(t)
+    else:
+        return _in_two(t)
+
+
+@gluon.jit
+def _products(
+    a_bufs, w_words, full, empty, first_ptr, second_ptr, first_there, second_there, s, phase,
+    WHICH: gl.constexpr, M: gl.constexpr, INNER: gl.constexpr, STEP: gl.constexpr, STAGES: gl.constexpr,
+    NAME: gl.constexpr, GROUP: gl.constexpr, GROUPS: gl.constexpr,
+):  # fmt: skip
+    """float32 [64, M] twice: the products of 64 rows of w and M rows of a each."""
+    DTYPE: gl.constexpr = a_bufs.dtype
+    PANELS: gl.constexpr = STEP // 64
+    STEPS: gl.constexpr = (INNER + STEP - 1) // STEP
+    MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, M, 16])
+    DOT: gl.constexpr = gl.DotOperandLayout(0, MMA, 2)
+    first = gl.zeros([64, M], gl.float32, MMA)
+    second = gl.zeros([64, M], gl.float32, MMA)
+    first_scales = _scales(first_ptr, first_there, 0, STEP, GROUP, GROUPS)
+    second_scales = _scales(second_ptr, second_there, 0, STEP, GROUP, GROUPS)
+    for k in range(STEPS):
+        mbarrier.wait(full.index(s), phase)
+        fence_async_shared()
+        LAYOUT: gl.constexpr = _words(STEP // 8)
+        first_words = _panels(w_words.index(4 * s + 2 * WHICH).load(LAYOUT), PANELS)
+        second_words = _panels(w_words.index(4 * s + 2 * WHICH + 1).load(LAYOUT), PANELS)
+        # The next step's scales are under way while this one's products are.
+        next_first = _scales(first_ptr, first_there & (k + 1 < STEPS), k + 1, STEP, GROUP, GROUPS)
+        next_second = _scales(second_ptr, second_there & (k + 1 < STEPS), k + 1, STEP, GROUP, GROUPS)
+        of_first = _panels(first_scales, PANELS)
+        of_second = _panels(second_scales, PANELS)
+        m = None
+        # A product is under way while the next one's numbers are made, but none from step to step: for such the
+        # assembler has no registers, and makes all wait.
+        for p in gl.static_range(PANELS):
+            a = a_bufs.index(PANELS * s + p).slice(0, M).permute([1, 0])
+            n = _numbers(first_words[p], _doubled(of_first[p], DTYPE), NAME, DTYPE, DOT)
+            first = warpgroup_mma(n, a, first, is_async=True)
+            if p > 0:
+                second, m = warpgroup_mma_wait(1, deps=[second, m])
+            m = _numbers(second_words[p], _doubled(of_second[p], DTYPE), NAME, DTYPE, DOT)
+            second = warpgroup_mma(m, a, second, is_async=True)
+            first, n = warpgroup_mma_wait(1, deps=[first, n])
+        second, m = warpgroup_mma_wait(0, deps=[second, m])
+        mbarrier.arrive(empty.index(s), count=1)
+        first_scales = next_first
+        second_scales = next_second
+        s, phase = next_buffer(s, phase, STAGES)
+    return first, second, s, phase
+
+
+@gluon.jit
+def _write(value, buf, out_ptr, row, end, column, COLUMNS: gl.constexpr):
+    """Rows of out, from their transposed tile."""
+    M: gl.constexpr = value.shape[1]
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    rows_buf = buf.slice(0, M)
+    rows_buf.permute([1, 0]).store(value.to(out_ptr.dtype.element_ty))
+    rows = row + gl.arange(0, M, layout=gl.SliceLayout(1, LAYOUT))
+    c = column + gl.arange(0, 64, layout=gl.SliceLayout(0, LAYOUT))
+    mask = gl.expand_dims(rows < end, 1) & gl.expand_dims(c < COLUMNS, 0)
+    ptrs = out_ptr + gl.expand_dims(rows.to(gl.int64) * COLUMNS, 1) + gl.expand_dims(c, 0)
+    gl.store(ptrs, rows_buf.load(LAYOUT), mask=mask)
+
+
+@gluon.jit
+def _of_rows(ptr, mask, rows):
+    return gl.load(ptr + rows, mask=mask, other=0.0).to(gl.float32)
+
+
+@gluon.jit
+def _tile(
+    a_bufs, w_words, out_buf, full, empty, scale_ptr, global_ptr, bias_ptr, out_ptr, expert, row, end, column, s, phase,
+    WHICH: gl.constexpr, M: gl.constexpr, COLUMNS: gl.constexpr, INNER: gl.constexpr, STEP: gl.constexpr,
+    STAGES: gl.constexpr, NAME: gl.constexpr, GROUP: gl.constexpr, GROUPS: gl.constexpr, PER_TENSOR: gl.constexpr,
+    INTERLEAVED: gl.constexpr, ACTIVATION: gl.constexpr, UP_FIRST: gl.constexpr,
+    CLAMP: gl.constexpr, CLAMP_AFTER: gl.constexpr,
+):  # fmt: skip
+    GATED: gl.constexpr = ACTIVATION is not None
+    ALL_ROWS: gl.constexpr = 2 * COLUMNS if GATED else COLUMNS
+    COUNT: gl.constexpr = STEP // (GROUP if GROUP < 64 else 64)
+    r = gl.arange(0, 64, layout=gl.SliceLayout(1, gl.SliceLayout(2, _of_groups(STEP // 8, COUNT))))
+    base = expert.to(gl.int64) * ALL_ROWS
+    if INTERLEAVED:
+        first_rows = 2 * (column + r)
+        second_rows = first_rows + 1
+    elif GATED:
+        first_rows = column + r
+        second_rows = first_rows + COLUMNS
+    else:
+        first_rows = column + r
+        second_rows = first_rows + 64
+    first_there = column + r < COLUMNS
+    second_there = first_there
+    if not GATED:
+        second_there = second_rows < COLUMNS
+    first_ptr = scale_ptr + (base + first_rows) * GROUPS
+    second_ptr = scale_ptr + (base + second_rows) * GROUPS
+    first, second, s, phase = _products(
+        a_bufs, w_words, full, empty, first_ptr, second_ptr, first_there, second_there, s, phase,
+        WHICH, M, INNER, STEP, STAGES, NAME, GROUP, GROUPS,
+    )  # fmt: skip
+    if PER_TENSOR > 0:
+        first = first * gl.load(global_ptr + expert * PER_TENSOR)
+        second = second * gl.load(global_ptr + expert * PER_TENSOR + PER_TENSOR - 1)
+    if bias_ptr is not None:
+        i = gl.arange(0, 64, layout=gl.SliceLayout(1, first.type.layout))
+        bias = bias_ptr + base
+        if INTERLEAVED:
+            bias_first = _of_rows(bias, column + i < COLUMNS, 2 * (column + i))
+            bias_second = _of_rows(bias, column + i < COLUMNS, 2 * (column + i) + 1)
+        elif GATED:
+            bias_first = _of_rows(bias, column + i < COLUMNS, column + i)
+            bias_second = _of_rows(bias, column + i < COLUMNS, COLUMNS + column + i)
+        else:
+            bias_first = _of_rows(bias, column + i < COLUMNS, column + i)
+            bias_second = _of_rows(bias, column + 64 + i < COLUMNS, column + 64 + i)
+        first = first + gl.expand_dims(bias_first, 1)
+        second = second + gl.expand_dims(bias_second, 1)
+    if GATED:
+        if UP_FIRST:
+            h = activate(second, first, ACTIVATION, CLAMP, CLAMP_AFTER)
+        else:
+            h = activate(first, second, ACTIVATION, CLAMP, CLAMP_AFTER)
+        _write(h, out_buf, out_ptr, row, end, column, COLUMNS)
+    else:
+        _write(first, out_buf, out_ptr, row, end, column, COLUMNS)
+        _write(second, out_buf, out_ptr, row, end, column + 64, COLUMNS)
+    return s, phase
+
+
+@gluon.jit
+def _consume(
+    a_bufs, w_words, out_bufs, info, full, empty, scale_ptr, global_ptr, bias_ptr, out_ptr,
+    WHICH: gl.constexpr, COLUMNS: gl.constexpr, INNER: gl.constexpr, BLOCK_M: gl.constexpr, STEP: gl.constexpr,
+    STAGES: gl.constexpr, NAME: gl.constexpr, GROUP: gl.constexpr, GROUPS: gl.constexpr, PER_TENSOR: gl.constexpr,
+    INTERLEAVED: gl.constexpr, ACTIVATION: gl.constexpr, UP_FIRST: gl.constexpr,
+    CLAMP: gl.constexpr, CLAMP_AFTER: gl.constexpr,
+):  # fmt: skip
+    OWN: gl.constexpr = 64 if ACTIVATION is not None else 128
+    out_buf = out_bufs.index(WHICH)
+    mbarrier.wait(full.index(0), 0)
+    expert, row, end, tile = told(info, 0)
+    s = expert * 0
+    phase = s
+    while expert >= 0:
+        column = (2 * tile + WHICH) * OWN
+        s, phase = _tile(
+            a_bufs, w_words, out_buf, full, empty, scale_ptr, global_ptr, bias_ptr, out_ptr, expert, row, end, column,
+            s, phase, WHICH, BLOCK_M, COLUMNS, INNER, STEP, STAGES, NAME, GROUP, GROUPS, PER_TENSOR, INTERLEAVED,
+            ACTIVATION, UP_FIRST, CLAMP, CLAMP_AFTER,
+        )  # fmt: skip
+        mbarrier.wait(full.index(s), phase)
+        expert, row, end, tile = told(info, s)
+
+
+@gluon.jit(
+    do_not_specialize=["num_blocks", "N"],
+    do_not_specialize_on_alignment=["bias_ptr", "taken_ptr", "global_ptr"],
+)
+def _persistent_coded(
+    a_ptr,
+    sorted_slot_ptr,
+    w_desc,
+    scale_ptr,
+    global_ptr,
+    bias_ptr,
+    out_ptr,
+    blocks_ptr,
+    num_blocks,
+    N,
+    taken_ptr,
+    K: gl.constexpr,
+    COLUMNS: gl.constexpr,
+    INNER: gl.constexpr,
+    BLOCK_M: gl.constexpr,
+    STEP: gl.constexpr,
+    STAGES: gl.constexpr,
+    NAME: gl.constexpr,
+    GROUP: gl.constexpr,
+    GROUPS: gl.constexpr,
+    PER_TENSOR: gl.constexpr,
+    INTERLEAVED: gl.constexpr,
+    ACTIVATION: gl.constexpr,
+    UP_FIRST: gl.constexpr,
+    CLAMP: gl.constexpr,
+    CLAMP_AFTER: gl.constexpr,
+    CONSUMER_REGISTERS: gl.constexpr,
+    PRODUCER_REGISTERS: gl.constexpr,
+):
+    DTYPE: gl.constexpr = a_ptr.dtype.element_ty
+    PANELS: gl.constexpr = STEP // 64
+    A_LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_M, 64], DTYPE)
+    WORDS_LAYOUT: gl.constexpr = gl.NVMMASharedLayout(STEP // 2, 32, 2)
+    a_bufs = gl.allocate_shared_memory(DTYPE, [PANELS * STAGES, BLOCK_M, 64], A_LAYOUT)
+    w_bufs = gl.allocate_shared_memory(
+        gl.uint8, [4 * STAGES, w_desc.block_shape[0], w_desc.block_shape[1], w_desc.block_shape[2]], w_desc.layout
+    )
+    w_words = reinterpret(w_bufs, gl.int32, [4 * STAGES, 64, STEP // 8], WORDS_LAYOUT)
+    out_bufs = gl.allocate_shared_memory(out_ptr.dtype.element_ty, [2, BLOCK_M, 64], A_LAYOUT)
+    info = gl.allocate_shared_memory(gl.int32, [4 * STAGES, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(STAGES):
+        mbarrier.init(full.index(i), count=129)
+        mbarrier.init(empty.index(i), count=2)
+    fence_async_shared()
+    if ACTIVATION is not None:
+        taken_ptr += 1
+    gl.warp_specialize(
+        [
+            (
+                _consume,
+                (
+                    a_bufs, w_words, out_bufs, info, full, empty, scale_ptr, global_ptr, bias_ptr, out_ptr,
+                    0, COLUMNS, INNER, BLOCK_M, STEP, STAGES, NAME, GROUP, GROUPS, PER_TENSOR, INTERLEAVED,
+                    ACTIVATION, UP_FIRST, CLAMP, CLAMP_AFTER,
+                ),
+            ),
+            (
+                _consume,
+                (
+                    a_bufs, w_words, out_bufs, info, full, empty, scale_ptr, global_ptr, bias_ptr, out_ptr,
+                    1, COLUMNS, INNER, BLOCK_M, STEP, STAGES, NAME, GROUP, GROUPS, PER_TENSOR, INTERLEAVED,
+                    ACTIVATION, UP_FIRST, CLAMP, CLAMP_AFTER,
+                ),
+            ),
+            (
+                _produce,
+                (
+                    a_ptr, sorted_slot_ptr, w_desc, blocks_ptr, num_blocks, N, taken_ptr, a_bufs, w_bufs, info, full,
+                    empty, K, COLUMNS, INNER, BLOCK_M, STEP, STAGES, ACTIVATION is not None, INTERLEAVED,
+                ),
+            ),
+        ],
+        [4, 4],
+        [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
+    )  # fmt: skip
