@@ -27,6 +27,8 @@ from dsmoe_op.tuning import LayerTiles, Tile
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 V3 = MoEConfig(top_k=8, n_group=8, topk_group=4, routed_scaling_factor=2.5)
 SHARED_MEMORY = 227 * 1024
+ASIDE = 32
+"""Bytes of an item's numbers that the persistent GEMM 1 of 128 rows keeps in memory, outside its products' loops."""
 FORMS = ("routed", "shared", "fused")
 TOKENS = (1, 2, 3, 15, 16, 17, 64, 65, 500, 1000, 5000, 70000)
 
@@ -262,7 +264,8 @@ def check_loops(kernel: Any, folder) -> int:
 def check_resources(compiled: list[Any], folder) -> None:
     for kernel in compiled:
         assert kernel.metadata.shared <= SHARED_MEMORY, kernel.metadata
-        assert stack_bytes(kernel, folder) == 0, kernel.metadata
+        aside = ASIDE if kernel.metadata.name == "_persistent_gemm1" else 0
+        assert stack_bytes(kernel, folder) <= aside, kernel.metadata
         check_loops(kernel, folder)
 
 

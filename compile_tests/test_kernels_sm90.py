@@ -17,6 +17,7 @@ from torch import Tensor
 triton = pytest.importorskip("triton", reason="no triton")
 
 from sm90 import (  # noqa: E402
+    ASIDE,
     BF16,
     FORMS,
     FP16,
@@ -295,8 +296,7 @@ def test_the_persistent_gemm1_fits_and_adds_each_step_in_float32(compiled, tmp_p
             assert "griddepcontrol" not in ptx
             assert not kernel.metadata.launch_pdl
             assert kernel.metadata.shared <= SHARED_MEMORY
-            # Of 128 rows a few numbers of an item are kept aside, once an item and outside the products' loops.
-            assert stack_bytes(kernel, tmp_path) <= (32 if two else 0)
+            assert stack_bytes(kernel, tmp_path) <= (ASIDE if two else 0)
             bodies = [body for body in loops(kernel, tmp_path) if 0 < sum("QGMMA" in one for one in body) <= 8]
             assert not two or len(bodies) == 4
             assert not any(re.search(r"\b(STL|LDL)\b", one) for body in bodies for one in body)
