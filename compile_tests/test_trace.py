@@ -172,12 +172,14 @@ WAYS = {"router_weight": ("router_weight",), "router_logits": ("router_logits",)
 KERNELS = {
     "quantize": ("_quantize_rows",),
     **dict.fromkeys(("quantize_h", "quantize_shared_h"), ("_quantize_h",)),
+    "reorder": ("_reorder",),
+    "reorder_h": ("_reorder_h",),
     "router": ("_router_logits",),
     "zero": ("_zero",),
     **dict.fromkeys(("choose_order", "choose", "order"), ("_route",)),
-    **dict.fromkeys(("gemm1", "shared_gemm1"), ("_grouped_gemm", "_persistent_gemm1")),
+    **dict.fromkeys(("gemm1", "shared_gemm1"), ("_grouped_gemm", "_persistent_gemm1", "_persistent_coded")),
     **dict.fromkeys(("fused_gemm1", "fused_gemm2"), ("_grouped_gemm",)),
-    **dict.fromkeys(("gemm2", "shared_gemm2"), ("_grouped_gemm", "_persistent_gemm2")),
+    **dict.fromkeys(("gemm2", "shared_gemm2"), ("_grouped_gemm", "_persistent_gemm2", "_persistent_coded")),
     **dict.fromkeys(("experts", "experts_finalize", "fused_experts", "fused_experts_finalize"), ("_experts",)),
     "gate": ("_shared_gate",),
     "finalize": ("_finalize",),
@@ -189,17 +191,20 @@ def plans() -> list[tuple[str, tuple[schedules.Step, ...]]]:
     """Each schedule's steps in each form that ends with the sum."""
     found = []
     codes: tuple[frozenset[str], ...] = (frozenset(), frozenset({"routed", "shared"}))
+    orders = (frozenset(), frozenset({"x", "h"}))
     options = itertools.product(
-        ("serial", "dual", "dual_shared_main", "fused"), WAYS, (False, True), (False, True), codes
+        ("serial", "dual", "dual_shared_main", "fused"), WAYS, (False, True), (False, True), codes, orders
     )
-    for schedule, way, gate, one_launch, coded_rows in options:
+    for schedule, way, gate, one_launch, coded_rows, ordered in options:
+        if ordered and (one_launch or coded_rows or schedule == "fused"):
+            continue
         shared = ("shared_w13", "shared_w2", *(("shared_gate",) if gate else ()))
         for present in ((*WAYS[way], *shared), *((WAYS[way],) if schedule == "serial" else ())):
             for one_chunk, alt_first in itertools.product((False, True), (False, True)):
                 steps = schedules.plan(
                     schedule, frozenset(present), zero_experts=False, finalized=True, one_chunk=one_chunk,
                     alt_first=alt_first, one_launch=one_launch, coded_rows=coded_rows,
-                    coded_h=frozenset() if one_launch else coded_rows,
+                    coded_h=frozenset() if one_launch else coded_rows, ordered=ordered,
                 )  # fmt: skip
                 found.append((schedule, steps))
     return found

@@ -56,7 +56,7 @@ def buffer_specs(
         ("sorted_slot", (N,), i32),
         ("blocks", (3, blocks), i32),
         ("h", (N, I), x),
-        ("h_ordered", (N if "h" in order else 0, I), x),
+        ("x_ordered", (T if "x" in order else 0, H), x),
     ]
     if layer.shared_gate is not None:
         inside.append(("gate", (T,), f32))
@@ -144,7 +144,7 @@ class Call:
             blocks_3B=buffers["blocks"], block_m=tiles.gemm1.block_m, tail=tiles.gemm1.tail, **order
         )
         self.h, self.y, self.parts = buffers["h"], buffers["y"], buffers["parts"]
-        self.h_ordered, self.ordered = buffers["h_ordered"], ordered(layer, dims, config, tiles)
+        self.x_ordered, self.ordered = buffers["x_ordered"], ordered(layer, dims, config, tiles)
         self.gate_T, self.out = buffers.get("gate"), buffers.get("out")
         self.x_codes, self.h_codes, self.shared_h_codes = (
             (buffers.get(f"{name}_codes"), buffers.get(f"{name}_scales")) for name in ("x", "h", "shared_h")
@@ -216,10 +216,10 @@ class Call:
         kernels.quantize_rows(rows, codes, scales, *offsets, of_h=of_h, warmup=self.warmup)
 
     def _reorder(self) -> None:
-        kernels.reorder_columns(self.x, self.y, warmup=self.warmup)
+        kernels.reorder_columns(self.x, self.x_ordered, warmup=self.warmup)
 
     def _reorder_h(self) -> None:
-        kernels.reorder_columns(self.h, self.h_ordered, self.rows.offsets, warmup=self.warmup)
+        kernels.reorder_columns(self.h, self.h, self.rows.offsets, warmup=self.warmup)
 
     def _router(self) -> None:
         assert self.layer.router_weight is not None
@@ -285,7 +285,7 @@ class Call:
             shared_coded=self.coded["shared_w13"] if shared else kernels.PLAIN,
             x_codes_TH=self.x_codes[0],
             x_scales=self.x_codes[1],
-            x_ordered=self.y if routed and not shared and "x" in self.ordered else None,
+            x_ordered=self.x_ordered if routed and not shared and "x" in self.ordered else None,
             allow_tf32=self.allow_tf32,
             warmup=self.warmup,
         )
@@ -314,7 +314,7 @@ class Call:
             shared_coded=self.coded["shared_w2"] if shared else kernels.PLAIN,
             h_codes_NI=h_codes,
             h_scales=h_scales,
-            h_ordered=self.h_ordered if routed and not shared and "h" in self.ordered else None,
+            h_is_ordered=routed and not shared and "h" in self.ordered,
             h_shared_codes_TS=shared_codes,
             h_shared_scales=shared_scales,
             allow_tf32=self.allow_tf32,

@@ -107,8 +107,8 @@ def plan(
             launch makes for both, before the fork.
         coded_h: the branches whose second products multiply h as such numbers, which a launch between the products
             makes; not with one_launch or "fused", whose second products do so themselves.
-        ordered: of "x" and "h", what the routed experts' products multiply in another order of columns, which a launch
-            before each makes; not with one_launch or "fused". x in that order lies where y is written later.
+        ordered: of "x" and "h", what the routed experts' products multiply in another order of columns, into which a
+            launch before each brings it; not with one_launch or "fused".
     """
 
     def launch(name: str, reads: str, writes: str, stream: StreamName = "main", updates: str = "") -> Launch:
@@ -136,12 +136,10 @@ def plan(
         routed.append(launch("order", chosen, f"{slots} {rows}", branch, "" if one_chunk else "counters"))
     gate = [launch("gate", "hidden_states shared_gate", "gate", shared_branch)] if has_gate else []
     routed_x, shared_x = ("x_codes x_scales" if b in coded_rows else "hidden_states" for b in ("routed", "shared"))
-    if "x" in ordered:
-        routed.insert(0, launch("reorder", "hidden_states", "y", branch))
-        routed_x = "y"
+    routed_x = "x_ordered" if "x" in ordered else routed_x
     gemm1 = f"{routed_x} {_parts('w13')} w13_bias blocks sorted_slot slot_weights"
     gemm2 = f"{_parts('w2')} w2_bias blocks"
-    h = "h_codes h_scales" if "routed" in coded_h else "h_ordered" if "h" in ordered else "h"
+    h = "h_codes h_scales" if "routed" in coded_h else "h"
     shared_h = "shared_h_codes shared_h_scales" if "shared" in coded_h else "shared_h"
     shared1 = f"{shared_x} {_parts('shared_w13')} num_valid_tokens"
     shared2 = f"{_parts('shared_w2')} num_valid_tokens{' gate' if has_gate else ''}"
@@ -173,11 +171,13 @@ def plan(
         routed.append(launch("fused_gemm2", f"h {gemm2} offsets shared_h {shared2}", "y shared"))
         shared = []
     else:
+        if "x" in ordered:
+            routed.append(launch("reorder", "hidden_states", "x_ordered", branch))
         routed.append(launch("gemm1", gemm1, "h", branch, "taken"))
         if "routed" in coded_h:
             routed.append(launch("quantize_h", "h offsets", h, branch))
         if "h" in ordered:
-            routed.append(launch("reorder_h", "h offsets", h, branch))
+            routed.append(launch("reorder_h", "offsets", "", branch, "h"))
         routed.append(launch("gemm2", f"{h} {gemm2} offsets", "y", branch, "taken"))
 
     if one_stream:

@@ -62,10 +62,10 @@ def quantised_plans() -> tuple[Plan, ...]:
         plan_of(schedule, present | of_formats, **options, **codes)
         for schedule, shared in itertools.product(ALL, (True, False))
         if shared or schedule == "serial"
-        for of_formats, codes in _distinct_codes(schedule, shared)
+        for of_formats, codes in [*_distinct_codes(schedule, shared), *_ordered(schedule, shared)]
         for present, options in itertools.product(presents(shared=shared), OTHERS)
         if options["alt_first"] <= (schedule in TWO_STREAMS) and options["one_chunk"] <= ("topk_ids" in present)
-        if not (codes["coded_h"] and options["one_launch"])
+        if not ((codes["coded_h"] or codes["ordered"]) and options["one_launch"])
     )
 
 
@@ -76,7 +76,19 @@ def _distinct_codes(schedule: str, shared: bool) -> list[tuple[frozenset[str], d
         for mix in mixes(schedule, shared=shared)
         for rows, h in itertools.product((frozenset(), mix.coded_rows(shared)), (frozenset(), mix.coded_h(shared)))
     }
-    return [(tensors, {"coded_rows": rows, "coded_h": h}) for tensors, rows, h in sorted(found, key=str)]
+    nothing: frozenset[str] = frozenset()
+    return [
+        (tensors, {"coded_rows": rows, "coded_h": h, "ordered": nothing}) for tensors, rows, h in sorted(found, key=str)
+    ]
+
+
+def _ordered(schedule: str, shared: bool) -> Iterator[tuple[frozenset[str], dict[str, frozenset[str]]]]:
+    """Routed experts of four bits whose products multiply columns in another order, beside any shared expert."""
+    for mix in mixes(schedule, shared=shared):
+        if schedule != "fused" and mix.routed is not None and FORMATS[mix.routed].bits == 4:
+            for ordered in (frozenset({"x"}), frozenset({"h"}), frozenset({"x", "h"})):
+                codes = {"coded_rows": mix.coded_rows(shared), "coded_h": mix.coded_h(shared)}
+                yield mix.tensors, {**codes, "ordered": ordered}
 
 
 def drawn_plans() -> Iterator[Plan]:

@@ -19,6 +19,8 @@ from dsmoe_op.cli.profiling import Work
 _LABELS = {
     "_quantize_rows": "rows to fp8",
     "_quantize_h": "h to fp8",
+    "_reorder": "columns of x",
+    "_reorder_h": "columns of h",
     "_router_logits": "router",
     "_zero": "choice and order",
     "_route": "choice and order",
@@ -27,13 +29,15 @@ _LABELS = {
     "_grouped_gemm": "product",
     "_persistent_gemm1": "product",
     "_persistent_gemm2": "product",
+    "_persistent_coded": "product",
     "_zero_rows": "GEMM2",
     "_finalize": "finalize",
 }
 """The op's kernels. What else runs is "other"."""
 _ROUTING = ("router", "choice and order")
 _FIRST = ("rows to fp8", *_ROUTING)
-_PARTS = {**dict.fromkeys(_FIRST, "router"), **dict.fromkeys(("GEMM1", "h to fp8", "GEMM2", "experts"), "routed")}
+_ROUTED = ("columns of x", "GEMM1", "h to fp8", "columns of h", "GEMM2", "experts")
+_PARTS = {**dict.fromkeys(_FIRST, "router"), **dict.fromkeys(_ROUTED, "routed")}
 OTHER = "other"
 
 

@@ -10,7 +10,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from dsmoe_op import dual_stream_moe, launches, schedule, tuning
+from dsmoe_op import dual_stream_moe, kernels, launches, schedule, tuning
 from dsmoe_op.checks import Layer
 from dsmoe_op.cli import candidates, compiling, timing
 from dsmoe_op.cli.candidates import Candidates
@@ -46,9 +46,10 @@ class Trial:
         self._taken = torch.zeros(len(inputs), _TAKEN, dtype=torch.int32, device=inputs[0].device)
         for i, buffers in enumerate(self._buffers):
             buffers["taken"] = self._taken[i, :2]
-            if _is_4_bits(self.config.routed_format):  # some candidates multiply it, whatever the heuristic's does
-                buffers["h_ordered"] = torch.empty_like(buffers["h"])
-        self._routed: dict[tuple[int, int], list[launches.Call]] = {}
+            if _is_4_bits(self.config.routed_format):  # some candidates multiply it, whatever the heuristic's do
+                buffers["x_ordered"] = torch.empty_like(self.layers[i].hidden_states)
+        self._h_ordered = [torch.empty_like(buffers["h"]) for buffers in self._buffers if "x_ordered" in buffers]
+        self._routed: dict[tuple[int, int, bool], list[launches.Call]] = {}
         self._codes = schedule.coded_rows(self.config, has_shared=self.dims.S > 0)
 
     def _made(self, layer: Layer, tiles: LayerTiles, *names: str) -> dict[str, Tensor]:
@@ -60,14 +61,16 @@ class Trial:
             if not names or name in names
         }
 
-    def _calls(self, tile: Tile) -> list[launches.Call]:
-        """A call for each input, routed, with its rows in blocks as this tile has them."""
-        blocks = tile.block_m, tile.tail
+    def _calls(self, tile: Tile, *, of_ordered: bool = False) -> list[launches.Call]:
+        """A call for each input, routed, with its rows in blocks as this tile has them, and h as its GEMM 2 has it."""
+        blocks = tile.block_m, tile.tail, of_ordered
         if blocks not in self._routed:
             tiles = compiling.all_of(tile)
             made = []
-            for layer, buffers in zip(self.layers, self._buffers, strict=True):
+            for i, (layer, buffers) in enumerate(zip(self.layers, self._buffers, strict=True)):
                 own = self._made(layer, tiles, "blocks")
+                if of_ordered:
+                    own["h"] = self._h_ordered[i]
                 call = launches.Call(layer, self.dims, self.config, buffers | own, tiles, False)
                 if self._codes:
                     call.issue("quantize")
@@ -78,8 +81,9 @@ class Trial:
         return self._routed[blocks]
 
     def _run(self, name: str, tile: Tile) -> timing.Call:
-        calls, tiles = self._calls(tile), compiling.all_of(tile)
+        tiles = compiling.all_of(tile)
         ordered = launches.ordered(self.layers[0], self.dims, self.config, tiles)
+        calls = self._calls(tile, of_ordered=name == "gemm2" and "h" in ordered)
         if name == "gemm1" and "x" in ordered:
             for call in calls:
                 call.issue("reorder")
@@ -99,9 +103,9 @@ class Trial:
         for call in self._calls(self.first.gemm1):
             if gemm1.endswith("gemm1") and branch in call.coded_h:
                 call.issue(launch)
-        if gemm1 == "gemm1" and _is_4_bits(self.config.routed_format):
-            for call in self._calls(self.first.gemm1):
-                call.issue("reorder_h")
+        if gemm1 == "gemm1":
+            for call, ordered in zip(self._calls(self.first.gemm1), self._h_ordered, strict=False):
+                kernels.reorder_columns(call.h, ordered, call.rows.offsets)
 
     def times(self, tiles: Candidates) -> dict[str, dict[Tile, float]]:
         """Microseconds by launch and tile, without those that are wrong or fail. The first that runs is right."""

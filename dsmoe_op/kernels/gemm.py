@@ -166,7 +166,7 @@ def gemm2(
     shared_coded: Coded = PLAIN,
     h_codes_NI: Tensor | None = None,
     h_scales: Tensor | None = None,
-    h_ordered: Tensor | None = None,
+    h_is_ordered: bool = False,
     h_shared_codes_TS: Tensor | None = None,
     h_shared_scales: Tensor | None = None,
     allow_tf32: bool = False,
@@ -187,7 +187,7 @@ def gemm2(
         gate_T: float32 [T], multiplies the shared row before it is rounded.
         shared_TH: written; [T, H] contiguous; zeros from num_valid_tokens on.
         h_codes_NI, h_scales, h_shared_codes_TS, h_shared_scales: h as `quantize_rows` makes it, as of x in `gemm1`.
-        h_ordered: h as `reorder_columns` makes it, likewise.
+        h_is_ordered: h_NI is as `reorder_columns` makes it, for w2 such as `coded_persistent.takes` says.
         num_valid_tokens, coded, shared_coded, allow_tf32: as in `gemm1`.
     """
     routed = shared = None
@@ -195,12 +195,12 @@ def gemm2(
         assert h_NI is not None
         assert y_NH is not None
         a, a_scale = _rows_for(coded, h_NI, h_codes_NI, h_scales)
-        if h_ordered is not None:
+        if h_is_ordered:
             assert blocks is not None
             assert offsets is not None
             assert taken is not None
             coded_persistent(
-                h_ordered, w2, y_NH, coded=coded, block_m=tile.block_m, bias=w2_bias, blocks_3B=blocks, taken=taken,
+                h_NI, w2, y_NH, coded=coded, block_m=tile.block_m, bias=w2_bias, blocks_3B=blocks, taken=taken,
                 warmup=warmup,
             )  # fmt: skip
             if zero_tail:

@@ -16,7 +16,7 @@ def reorder_columns(x_TH: Tensor, ordered: Tensor, offsets: Tensor | None = None
 
     Args:
         x_TH: [T, H] any row stride, unit stride in the last dim; H a multiple of 32.
-        ordered: written, its first T * H elements; contiguous, the dtype of x.
+        ordered: written; [T, H] contiguous, the dtype of x. It may be x itself.
         offsets: as `order_rows` leaves them, where x is the experts' rows: those of no expert are left alone.
     """
     T, H = x_TH.shape
@@ -51,6 +51,7 @@ def _in_order(x_ptr, x_stride, ordered_ptr, offsets_ptr, T, H: tl.constexpr, E: 
     h_PC = (p_P % (H // COLUMNS) * COLUMNS)[:, None] + tl.arange(0, COLUMNS)[None, :]
     in_PC = (row_P < end)[:, None] & (h_PC < H)
     x_PC = tl.load(x_ptr + row_P[:, None] * x_stride + h_PC, mask=in_PC, other=0.0)
+    tl.debug_barrier()  # in place: all is read before something is written
     tl.store(ordered_ptr + row_P[:, None] * H + h_PC, in_order(x_PC), mask=in_PC)
 
 
