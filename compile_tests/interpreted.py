@@ -94,7 +94,7 @@ def empty_rows(T: int, K: int, E: int, block_m: int, tail: int = 0, arrivals: in
     counters[: num_zeros(T * K, E, alone=True)] = 0
     tiles = garbage(3, kernels.num_blocks(T * K, E, block_m))
     order = garbage(E + 1), garbage(T * K), garbage(T, K), tiles, block_m, tail, counters
-    return kernels.Rows(*order, garbage(1), garbage(arrivals))
+    return kernels.Rows(*order, garbage(2), garbage(arrivals))
 
 
 def order_rows(

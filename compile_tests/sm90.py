@@ -7,7 +7,6 @@ import itertools
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
 from typing import Any
 
 import bounds
@@ -238,13 +237,17 @@ def instructions(kernel: Any, folder) -> list[tuple[int, str]]:
     return [(int(address, 16), instruction) for address, instruction in found]
 
 
-def loops(kernel: Any, folder) -> Iterator[list[str]]:
-    """The instructions of each loop."""
+def product_loops(kernel: Any, folder) -> list[list[str]]:
+    """The instructions of each loop that has matrix instructions, inner loops before outer ones."""
     code = instructions(kernel, folder)
+    found = []
     for address, text in code:
         target = re.search(r"BRA\S*.* 0x([0-9a-f]+)", text)
         if target is not None and int(target[1], 16) < address:
-            yield [one for at, one in code if int(target[1], 16) <= at <= address]
+            body = [one for at, one in code if int(target[1], 16) <= at <= address]
+            if any("GMMA" in one for one in body):
+                found.append(body)
+    return sorted(found, key=len)
 
 
 def check_loops(kernel: Any, folder) -> int:
@@ -253,7 +256,7 @@ def check_loops(kernel: Any, folder) -> int:
     if not re.search(r"wgmma\.mma_async\S*\s+\{[^}]*\},\s*\{", kernel.asm["ptx"]):  # all operands in shared memory
         return 0
     found = 0
-    for body in loops(kernel, folder):
+    for body in product_loops(kernel, folder):
         if any(re.search(r"GMMA\S* R\d+, R\d+, gdesc", one) for one in body):
             last = [one for one in body if "WARPGROUP.DEPBAR" in one or "GMMA" in one][-1]
             assert re.search(r"DEPBAR.LE gsb0, 0x0$", last), (kernel.metadata, last)

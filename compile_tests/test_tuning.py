@@ -129,6 +129,16 @@ NARROW = LayerShape("16bit", H=7168, I=256, E=256, K=8, S=256)
 """A rank's share of a large layer: one token has 64 tiles of GEMM 1 for more multiprocessors."""
 
 
+def test_a_shared_gemm1_of_fp8_is_persistent_only_with_items_for_most_multiprocessors() -> None:
+    """An item is 128 rows by 128 columns, whatever the tile says for where the weights are not taken."""
+    seen = set()
+    for T, S in itertools.product((65, 300, 1000, 2048, 4096, 9000, 16384, 70000), (96, 256, 2048, 8192)):
+        tile = tuning.layer_tiles("fp8", T, 7168, 256, 8, S).shared_gemm1
+        assert tile.persistent == (-(-T // 128) * -(-S // 128) >= 100), (T, S)
+        seen.add(tile.persistent)
+    assert seen == {False, True}
+
+
 @pytest.mark.parametrize(
     ("change", "T", "schedule", "splits"),
     [
@@ -320,6 +330,7 @@ def test_fused_is_refused_where_widths_forbid_it(tmp_path) -> None:
             "gemm1.block_k: expected at least 32, since weights are fp32_4bit, got 16",
         ),
         ("fp32", "gemm1", "splits", 2, "gemm1.splits: expected 1, since the products are not one launch, got 2"),
+        ("fp8", "gemm1", "persistent", True, "gemm1.block_m: expected 64 or 128, since it is persistent, got 16"),
         ("fp8", "gemm2", "persistent", True, "gemm2.block_m: expected 64 or 128, since it is persistent, got 16"),
         ("4bit+16bit", "gemm1", "tail", 8, "gemm1.tail: expected 0, since weights are 4bit, got 8"),
     ],

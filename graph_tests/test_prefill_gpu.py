@@ -1,7 +1,8 @@
-"""Many rows on a GPU: the persistent GEMM 2 at every height of an expert's rows, alone and in a layer."""
+"""Many rows on a GPU: the persistent products at every height of an expert's rows, alone and in a layer."""
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import random
 from collections.abc import Sequence
@@ -23,7 +24,7 @@ from dsmoe_op import (
     reference,
     tuning,
 )
-from dsmoe_op.kernels import gemm2_persistent
+from dsmoe_op.kernels import gemm1_persistent, gemm2_persistent
 
 pytestmark = needs_gpu
 
@@ -54,23 +55,34 @@ def fp8_tile(block_m: int, *, persistent: bool = True) -> tuning.Tile:
     return tuning.Tile(block_m, 8192 // block_m, 128, 8, 3, swap=True, persistent=persistent, least_m=16)
 
 
-def codes_of(h: Tensor, format: str, *offsets: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def gemm1_tile(block_m: int, *, persistent: bool = True) -> tuning.Tile:
+    """The same for GEMM 1."""
+    return tuning.Tile(block_m, 4096 // block_m, 128, 8, 3, swap=True, persistent=persistent, least_m=16)
+
+
+def codes_of(h: Tensor, format: str, *offsets: Tensor, of_h: bool = True) -> tuple[Tensor, Tensor, Tensor]:
     """Codes, scales, and the numbers that these are, in float64."""
     codes = torch.empty(h.shape, dtype=formats.E4M3, device="cuda")
     scales = torch.empty(len(h), *(() if format == "fp8_channel" else (-(-h.shape[1] // 128),)), device="cuda")
-    kernels.quantize_rows(h, codes, scales, *offsets, of_h=True)
+    kernels.quantize_rows(h, codes, scales, *offsets, of_h=of_h)
     each = scales.unsqueeze(-1) if scales.dim() == 1 else scales.repeat_interleave(128, 1)[:, : h.shape[1]]
     return codes, scales, codes.double() * each
 
 
-def fp8_weight(w: Tensor, format: str, scale: torch.dtype | None = None) -> tuple[Tensor, kernels.Coded, Tensor]:
-    """q, what kernels are told of it, and the numbers that it is. Scales of bytes are any powers of two near 1."""
-    parts, (H, I) = formats.quantize(format, w.float()), w.shape[-2:]
+def fp8_weight(
+    w: Tensor, format: str, scale: torch.dtype | None = None, *, halves: int = 1, whole: bool = False
+) -> tuple[Tensor, kernels.Coded, Tensor]:
+    """q, what kernels are told of it, and the numbers that it is. Scales of bytes are any powers of two near 1.
+
+    halves: of w13, 2. whole: its scales are those of blocks of the whole, not of each half.
+    """
+    parts, (H, I) = formats.quantize(format, w.float(), halves=1 if whole else halves), w.shape[-2:]
     if scale is torch.uint8:
         parts = parts._replace(scale=torch.randint(120, 132, parts.scale.shape, dtype=scale, device="cuda"))
     elif scale is not None:
         parts = parts._replace(scale=parts.scale.to(scale))
-    return parts.q, kernels.coded(format, parts, H, I, 1, False), formats.dequantize(format, parts, I)
+    numbers = formats.dequantize(format, parts, I, halves=halves)
+    return parts.q, kernels.coded(format, parts, H, I, halves, False), numbers
 
 
 class Gemm2:
@@ -89,7 +101,7 @@ class Gemm2:
         N, E = len(ids), len(heights)
         counters, B = ints(kernels.num_counters(N, E)), kernels.num_blocks(N, E, self.tile.block_m)
         self.rows = kernels.Rows(
-            ints(E + 1), ints(N), ints(N, 1), ints(3, B), self.tile.block_m, self.tile.tail, counters, ints(1), ints(1)
+            ints(E + 1), ints(N), ints(N, 1), ints(3, B), self.tile.block_m, self.tile.tail, counters, ints(2), ints(1)
         )  # fmt: skip
         kernels.zero_counters(self.rows)
         kernels.order_rows(ids, None, None, None, num_experts=E, num_zero_experts=0, rows=self.rows)
@@ -235,6 +247,181 @@ def test_the_shared_experts_gemm2_of_fp8_is_right_too(format, block_m, H, S) -> 
         assert around[128 + T :].isnan().all()
 
 
+def activated(
+    sums: Tensor,
+    sizes: Tensor,
+    bias: Tensor | None,
+    config: MoEConfig,
+    clamp: float | None,
+    order: str,
+    dtype: torch.dtype,
+) -> tuple[Tensor, Tensor]:
+    """h in float64 of sums of gate and up, and how far it may be off; sizes: the sums of the products' magnitudes."""
+    if bias is not None:
+        sums = sums + bias.double()
+    h = reference.activation(sums, config, clamp=clamp, order=order)
+    gate, up = sums.abs().chunk(2, -1)
+    # Products of fp8 are added up with fewer bits than a float32 has.
+    off_gate, off_up = (sizes * 2.0**-11).chunk(2, -1)
+    if order == "up_gate":
+        gate, up, off_gate, off_up = up, gate, off_up, off_gate
+    # No activation is steeper than 1.2, or larger than its gate; swiglu_oai multiplies by up + 1.
+    bound = 1.2 * (up + 1) * off_gate + gate * off_up + 1.2 * off_gate * off_up + 1e-5 * (1 + gate) * (1 + up)
+    return h, bound + 1.01 * {BF16: 2.0**-8, FP16: 2.0**-11}[dtype] * h.abs()
+
+
+class Gemm1:
+    """GEMM 1 of an fp8 format alone, for tokens of two slots; h lies inside memory that is full of NaN."""
+
+    def __init__(
+        self, heights: Sequence[int], without: int, H: int, I: int, format: str, block_m: int, *,
+        config: MoEConfig | None = None, dtype: torch.dtype = BF16, bias: torch.dtype | None = None,
+        scale: torch.dtype | None = None, whole: bool = False,
+    ) -> None:  # fmt: skip
+        def ints(*shape: int) -> Tensor:
+            return torch.full(shape, 12345, dtype=torch.int32, device="cuda")
+
+        self.config = dataclasses.replace(config or MoEConfig(top_k=2), top_k=2)
+        ids = ids_of(heights, without + (sum(heights) + without) % 2).view(-1, 2)
+        self.tile = gemm1_tile(block_m)
+        T, N, E = len(ids), ids.numel(), len(heights)
+        self.rows = kernels.Rows(
+            ints(E + 1), ints(N), ints(T, 2), ints(3, kernels.num_blocks(N, E, block_m)), block_m, 0,
+            ints(kernels.num_counters(N, E)), ints(2), ints(1),
+        )  # fmt: skip
+        kernels.zero_counters(self.rows)
+        kernels.order_rows(ids, None, None, None, num_experts=E, num_zero_experts=0, rows=self.rows)
+        assert self.rows.taken.tolist() == [0, 0]
+        self.end, self.ends = sum(heights), [0, *itertools.accumulate(heights)]
+        slots = ids.flatten().where(ids.flatten() >= 0, E).argsort(stable=True)
+        self.tokens = slots[: self.end] // 2
+        self.x = torch.randn(T, H, device="cuda").to(dtype)
+        codes, scales, self.numbers = codes_of(self.x, format, of_h=False)
+        w13 = torch.randn(E, 2 * I, H, device="cuda") / H**0.5
+        self.w13, self.coded, self.w13_numbers = fp8_weight(w13, format, scale, halves=2, whole=whole)
+        empty = [e for e, rows in enumerate(heights) if not rows]
+        self.w13.view(torch.uint8)[empty] = 0x7F
+        self.codes = {"x_codes_TH": codes, "x_scales": scales}
+        assert gemm1_persistent.takes(self.w13, block_m, self.config, self.coded, shared=False)
+        self.bias = torch.randn(E, 2 * I, device="cuda").to(bias) if bias else None
+        self.around = torch.full((N + 300, I), float("nan"), dtype=dtype, device="cuda")
+        self.h = self.around[128 : 128 + N]
+
+    def run(self, *, persistent: bool = True) -> Tensor:
+        """h of the experts' rows; what is around it stays as it was."""
+        self.around.fill_(float("nan"))
+        self.rows.taken.zero_()
+        kernels.gemm1(
+            self.x, config=self.config, tile=self.tile._replace(persistent=persistent), w13=self.w13,
+            w13_bias=self.bias, blocks=self.rows.blocks_3B, sorted_slot_N=self.rows.sorted_slot_N, h_NI=self.h,
+            taken=self.rows.taken, coded=self.coded, **self.codes,
+        )  # fmt: skip
+        items = int((self.rows.blocks_3B[0] >= 0).sum()) * -(-self.h.shape[1] // 128)
+        first, second = self.rows.taken.tolist()
+        assert first == 0
+        assert second == items * persistent  # each item is followed by a look for another one
+        h = self.h[: self.end]
+        assert self.h[self.end :].isnan().all()
+        assert self.around[:128].isnan().all()
+        assert self.around[128 + len(self.h) :].isnan().all()
+        return h.clone()
+
+    def check(self) -> None:
+        h = self.run()
+        for e, (first, last) in enumerate(itertools.pairwise(self.ends)):
+            x, w13 = self.numbers[self.tokens[first:last]], self.w13_numbers[e]
+            expected, bound = activated(
+                x @ w13.T, x.abs() @ w13.abs().T, None if self.bias is None else self.bias[e], self.config,
+                self.config.clamp_routed, self.config.w13_order, h.dtype,
+            )  # fmt: skip
+            assert ((h[first:last].double() - expected).abs() <= bound).all(), e
+        assert torch.equal(self.run(persistent=False), h)
+        for _ in range(3):
+            assert torch.equal(self.run(), h)
+
+
+GEMM1_KINDS = [("fp8_block", 64), ("fp8_block", 128), ("fp8_channel", 64), ("fp8_channel", 128)]
+
+
+@pytest.mark.parametrize(("format", "block_m"), GEMM1_KINDS)
+@pytest.mark.parametrize(("H", "I"), [(400, 208), (2048, 512), (16, 16), (272, 144), (896, 1408)])
+@pytest.mark.parametrize("bias", [None, FP32])
+def test_gemm1_of_fp8_is_right_at_every_height_and_writes_nothing_else(format, block_m, H, I, bias) -> None:
+    """Experts with no rows too, and widths that are no multiple of an item's or a step's."""
+    Gemm1(HEIGHTS, 77, H, I, format, block_m, bias=bias, dtype=random.choice([BF16, FP16])).check()
+
+
+@pytest.mark.parametrize("block_m", [64, 128])
+def test_gemm1_of_fp8_takes_every_kind_of_scale(block_m) -> None:
+    for format, scale, whole, I in (
+        ("fp8_block", torch.uint8, False, 208),
+        ("fp8_block", torch.uint8, True, 192),
+        ("fp8_block", None, True, 192),  # one block of scales is of the last gate rows and the first up rows
+        ("fp8_block", None, True, 320),
+        ("fp8_channel", BF16, False, 208),
+    ):
+        Gemm1(HEIGHTS, 77, 400, I, format, block_m, scale=scale, whole=whole).check()
+
+
+@pytest.mark.parametrize(("format", "block_m"), GEMM1_KINDS)
+def test_gemm1_of_fp8_has_every_activation_and_order(format, block_m) -> None:
+    for activation, clamp, after in itertools.product(
+        ("silu", "gelu", "gelu_tanh", "swiglu_oai"), (None, 0.7), (False, True)
+    ):
+        config = MoEConfig(
+            top_k=2, activation=activation, clamp_routed=clamp, clamp_after_activation=after and clamp is not None,
+            w13_order=random.choice(["gate_up", "up_gate"]),
+        )  # fmt: skip
+        Gemm1(
+            (0, 65, 130, 0, 300), 10, 272, 144, format, block_m, config=config, bias=random.choice([None, BF16])
+        ).check()
+
+
+@pytest.mark.parametrize("heights", [(0, 2), (2, 0), (0, 0, 0, 5000), (1,) * 300, (129,) * 200, (64, 0) * 150, (0,)])
+@pytest.mark.parametrize(("format", "block_m"), GEMM1_KINDS[:3])
+def test_gemm1_of_fp8_is_right_for_few_and_for_many_blocks(heights, format, block_m) -> None:
+    """Fewer items than programs, or more; of one expert, or of many."""
+    Gemm1(heights, 40, 400, 208, format, block_m).check()
+
+
+@pytest.mark.parametrize(("format", "block_m"), GEMM1_KINDS)
+@pytest.mark.parametrize(("H", "S"), [(400, 208), (2048, 512), (16, 16), (272, 144)])
+def test_the_shared_experts_gemm1_of_fp8_is_right_too(format, block_m, H, S) -> None:
+    """Its rows lie gate first, whatever the routed experts' order, and have a clamp of their own."""
+    config = MoEConfig(top_k=1, w13_order=random.choice(["gate_up", "up_gate", "interleaved"]), clamp_shared=0.7)
+    q, coded, w13 = fp8_weight(torch.randn(2 * S, H, device="cuda") / H**0.5, format, halves=2)
+    assert gemm1_persistent.takes(q, block_m, config, coded, shared=True)
+    for T in (1, 63, 64, 65, 127, 128, 129, 1000, 20_000):
+        x = torch.randn(T, H, device="cuda").to(BF16)
+        codes, scales, numbers = codes_of(x, format, of_h=False)
+        around = torch.full((T + 300, S), float("nan"), dtype=BF16, device="cuda")
+        h, outs = around[128 : 128 + T], []
+        for persistent in (True, True, False):
+            h.fill_(float("nan"))
+            kernels.gemm1(
+                x, config=config, tile=gemm1_tile(block_m, persistent=persistent), shared_w13=q, shared_coded=coded,
+                h_shared_TS=h, x_codes_TH=codes, x_scales=scales,
+            )  # fmt: skip
+            outs.append(h.clone())
+        expected, bound = activated(
+            numbers @ w13.T, numbers.abs() @ w13.abs().T, None, config, config.clamp_shared, "gate_up", BF16
+        )
+        assert ((outs[0].double() - expected).abs() <= bound).all(), T
+        assert all(torch.equal(out, outs[0]) for out in outs)
+        assert around[:128].isnan().all()
+        assert around[128 + T :].isnan().all()
+
+
+def test_runs_of_gemm1_give_the_same_bits_whichever_program_takes_what() -> None:
+    one, busy = Gemm1(HEIGHTS, 20, 400, 208, "fp8_block", 64), torch.randn(2048, 2048, device="cuda")
+    first, side = one.run(), torch.cuda.Stream()
+    for _ in range(50):
+        with torch.cuda.stream(side):
+            busy @ busy
+        assert torch.equal(one.run(), first)
+    torch.cuda.synchronize()
+
+
 @pytest.mark.parametrize("bias", [None, FP32])
 def test_runs_of_gemm2_give_the_same_bits_whichever_program_takes_what(bias) -> None:
     one, busy = Gemm2(HEIGHTS, 20, 400, 208, BF16, bias), torch.randn(2048, 2048, device="cuda")
@@ -276,15 +463,14 @@ def test_every_row_of_a_layer_is_the_references_at_every_height(schedule, dtype,
 
 
 @pytest.mark.parametrize(("format", "block_m"), [("fp8_block", 64), ("fp8_block", 128), ("fp8_channel", 64)])
-def test_a_layer_of_fp8_has_persistent_second_products_where_its_tiles_say_so(format, block_m) -> None:
+def test_a_layer_of_fp8_has_persistent_products_where_its_tiles_say_so(format, block_m) -> None:
     """In each schedule, and in replays, each of which takes its own items."""
-    first = tuning.Tile(block_m, 4096 // block_m, 128, 8, 3, swap=True, least_m=16)
     outs: dict[tuple[str, bool], Tensor] = {}
     x, args = prefill(expert_bias=True)
     args = quantized(args, format, format)
     expected, other = reference.moe(x, **args), torch.randn_like(x)
     for persistent in (False, True):
-        second = fp8_tile(block_m, persistent=persistent)
+        first, second = gemm1_tile(block_m, persistent=persistent), fp8_tile(block_m, persistent=persistent)
         with with_tiles(gemm1=first, gemm2=second, shared_gemm1=first, shared_gemm2=second):
             for schedule in ("serial", "dual", "dual_shared_main", "fused"):
                 outs[schedule, persistent] = out = dual_stream_moe(x, **args, schedule=schedule)
@@ -294,8 +480,9 @@ def test_a_layer_of_fp8_has_persistent_second_products_where_its_tiles_say_so(fo
                 dual_stream_moe(x, **args, schedule="serial")
                 torch.cuda.synchronize()
             names = [event.name for event in profile.events()]
-            assert sum("_persistent_gemm2" in name for name in names) == 2 * persistent
-            for schedule in ("serial", "dual"):
+            for product in ("_persistent_gemm1", "_persistent_gemm2"):
+                assert sum(product in name for name in names) == 2 * persistent
+            for schedule in ("serial", "dual", "dual_shared_main"):
                 source, want = x.clone(), dual_stream_moe(other, **args, schedule=schedule)
                 graph, out = capture(lambda s=schedule, x=source: dual_stream_moe(x, **args, schedule=s))
                 for given, its in ((x, outs[schedule, persistent]), (other, want)) * 3:
@@ -304,6 +491,23 @@ def test_a_layer_of_fp8_has_persistent_second_products_where_its_tiles_say_so(fo
                     assert torch.equal(out, its), schedule
     # The same codes of h, so that only roundings of y differ.
     assert worst_row(outs["serial", True], outs["serial", False]) <= 1e-2
+
+
+@pytest.mark.parametrize(("format", "block_m"), [("fp8_block", 64), ("fp8_block", 128), ("fp8_channel", 64)])
+def test_a_layer_of_fp8_with_a_part_of_the_experts_has_persistent_products(format, block_m) -> None:
+    """Slots of the others have no rows, and no program reads what they have left."""
+    x, args = make_layer(
+        900, way="router_weight", config=MoEConfig(top_k=4), dtype=BF16, device="cuda", H=400, E=12, I=208, S=416,
+        E_global=40,
+    )  # fmt: skip
+    args = quantized(args, format, format)
+    expected, outs = reference.moe(x, **args), []
+    for persistent in (False, True):
+        first, second = gemm1_tile(block_m, persistent=persistent), fp8_tile(block_m, persistent=persistent)
+        with with_tiles(gemm1=first, gemm2=second, shared_gemm1=first, shared_gemm2=second):
+            outs.append(dual_stream_moe(x, **args))
+        assert worst_row(outs[-1], expected) <= 5e-2
+    assert worst_row(outs[1], outs[0]) <= 1e-2
 
 
 @pytest.mark.parametrize("dtype", [BF16, FP16])
