@@ -48,7 +48,9 @@ class Trial:
             buffers["taken"] = self._taken[i, :2]
             if _is_4_bits(self.config.routed_format):  # some candidates multiply it, whatever the heuristic's do
                 buffers["x_ordered"] = torch.empty_like(self.layers[i].hidden_states)
-        self._h_ordered = [torch.empty_like(buffers["h"]) for buffers in self._buffers if "x_ordered" in buffers]
+        self._h_ordered = [
+            torch.empty_like(buffers["h"]) for buffers in self._buffers if _is_4_bits(self.config.routed_format)
+        ]
         self._routed: dict[tuple[int, int, bool], list[launches.Call]] = {}
         self._codes = schedule.coded_rows(self.config, has_shared=self.dims.S > 0)
 

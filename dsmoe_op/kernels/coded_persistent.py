@@ -93,7 +93,7 @@ def coded_persistent(
     """out = a w^T + bias, or with a config the activation of that, rounded once, for the rows that experts have.
 
     Args:
-        a: rows in the order of `reorder_columns`, contiguous: h [N, I], or x [T, H] with a config (and what may follow).
+        a: rows in the order of `reorder_columns`, contiguous: h [N, I], or with a config x [T, H].
         w: [E, H, I / 2] or [E, 2I, H / 2] bytes; such as `takes` says.
         out: written; y [N, H] or h [N, I], contiguous.
         coded: what belongs to w.
