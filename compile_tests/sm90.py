@@ -14,6 +14,7 @@ import pytest
 import torch
 import triton
 from layers import LAUNCHERS
+from sass import unset_uniform_registers
 from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.runtime.driver import driver
@@ -227,13 +228,16 @@ def registers(kernel: Any, folder) -> int:
     return int(found)
 
 
-def instructions(kernel: Any, folder) -> list[tuple[int, str]]:
-    """Address and text of each machine instruction."""
+def _disassembled(kernel: Any, folder) -> str:
     cubin = folder / "kernel.cubin"
     cubin.write_bytes(kernel.asm["cubin"])
     command = [triton.knobs.nvidia.cuobjdump.path, "-sass", str(cubin)]
-    text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    found = re.findall(r"/\*([0-9a-f]{4,})\*/\s+(.*?)\s*;", text)
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+
+def instructions(kernel: Any, folder) -> list[tuple[int, str]]:
+    """Address and text of each machine instruction."""
+    found = re.findall(r"/\*([0-9a-f]{4,})\*/\s+(.*?)\s*;", _disassembled(kernel, folder))
     return [(int(address, 16), instruction) for address, instruction in found]
 
 
@@ -270,6 +274,7 @@ def check_resources(compiled: list[Any], folder) -> None:
         aside = ASIDE if kernel.metadata.name == "_persistent_gemm1" else 0
         assert stack_bytes(kernel, folder) <= aside, kernel.metadata
         check_loops(kernel, folder)
+        assert unset_uniform_registers(_disassembled(kernel, folder)) == [], kernel.metadata
 
 
 def matrix_instructions(kernel: Any) -> set[str]:
