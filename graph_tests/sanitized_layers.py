@@ -72,8 +72,8 @@ def apart(kept: list[Tensor]) -> Callable[..., list[Any]]:
 
 
 def not_persistent(tiles: tuning.LayerTiles) -> tuning.LayerTiles:
-    """The copy engine stores what a persistent GEMM 2 leaves, and initcheck does not see its writes. A persistent GEMM 1
-    stores as others do."""
+    """The copy engine stores what a persistent GEMM 2 leaves, and initcheck does not see it. A persistent GEMM 1
+    stores as others do, and so do both products of four bits."""
     gemm2, shared_gemm2 = (tile._replace(persistent=False) for tile in (tiles.gemm2, tiles.shared_gemm2))
     return tiles._replace(gemm2=gemm2, shared_gemm2=shared_gemm2)
 
