@@ -355,12 +355,13 @@ FORMS_4BIT = (("int4", 32), ("int4", 64), ("int4", 128), ("mxfp4", 32), ("nvfp4"
 
 
 def products_of_4_bits(
-    block_m: int, name: str, group: int, products: tuple[str, ...] = ("gemm1", "gemm2"), *, H: int = 2048 - 32,
-    I: int = 1440, config: MoEConfig = V3, dtype: torch.dtype = BF16, bias: torch.dtype | None = FP32,
+    block_m: int, name: str, group: int, products: tuple[str, ...] = ("gemm1", "gemm2"), *, H: int | None = None,
+    I: int | None = None, config: MoEConfig = V3, dtype: torch.dtype = BF16, bias: torch.dtype | None = FP32,
     ordered: bool = True, tiles: dict[tuple[int, str], Tile] = PERSISTENT_4BIT,
 ) -> None:  # fmt: skip
-    """Launches of the routed experts' products with rows in the order of codes."""
-    T, E = 70, 8
+    """Launches of the routed experts' products with rows in the order of codes; H and I are whole groups."""
+    T, E, least = 70, 8, max(group, 32)
+    H, I = H or 2048 - least, I or 11 * least
     N, layer = T * config.top_k, Layer(T=T, H=H, I=I, E=E, config=config, dtype=dtype)
     rows, scale = layer.rows(block_m), dtype if name == "int4" else None
     args: dict[str, Any] = {"config": config, "blocks": rows.blocks_3B, "taken": rows.taken, "warmup": True}
@@ -421,7 +422,7 @@ def test_the_persistent_products_of_four_bits_fit_and_decode_while_others_run(co
 @pytest.mark.parametrize(
     ("given", "options"),
     [
-        (("int4", 128, ("gemm1", "gemm2")), {"H": 2880, "I": 160, "dtype": FP16, "bias": None}),
+        (("int4", 128, ("gemm1", "gemm2")), {"H": 2944, "I": 384, "dtype": FP16, "bias": None}),
         (("nvfp4", 16, ("gemm1",)), {"config": MoEConfig(top_k=4, w13_order="up_gate", activation="gelu")}),
         (
             ("nvfp4", 16, ("gemm1", "gemm2")),
@@ -433,7 +434,7 @@ def test_the_persistent_products_of_four_bits_fit_and_decode_while_others_run(co
              "H": 2880, "I": 2880, "bias": BF16},
         ),
         (("int4", 32, ("gemm1", "gemm2")), {"H": 7168, "I": 256, "bias": None}),
-        (("int4", 64, ("gemm1", "gemm2")), {"H": 32, "I": 96}),  # no whole step
+        (("int4", 64, ("gemm1", "gemm2")), {"H": 64, "I": 192}),  # no whole step
         (("mxfp4", 32, ("gemm2",)), {"config": MoEConfig(top_k=8, activation="relu2")}),
     ],
     ids=str,
@@ -488,6 +489,7 @@ def changed_weight(name: str, E: int, R: int, C: int, halves: int, change: str) 
         ("int4", "misaligned", False),
         ("nvfp4", "misaligned", False),
         ("mxfp4", "32 columns and 16", False),
+        ("int4", "a part of a group", False),
         ("int4", "fp16 rows", False),  # with scales of bfloat16
         ("mxfp4", "fp16 rows", False),  # which has not all powers of two
         ("nvfp4", "fp16 rows", True),
@@ -496,7 +498,8 @@ def changed_weight(name: str, E: int, R: int, C: int, halves: int, change: str) 
     ],
 )
 def test_the_persistent_products_of_four_bits_say_what_they_take(name, change, taken):
-    C, rows = 512 + 16 * (change == "32 columns and 16"), {"fp16 rows": FP16, "float32 rows": FP32}.get(change, BF16)
+    C = 512 + {"32 columns and 16": 16, "a part of a group": 64}.get(change, 0)
+    rows = {"fp16 rows": FP16, "float32 rows": FP32}.get(change, BF16)
     for halves, config in ((2, V3), (1, None)):
         w = changed_weight(name, 3, 128, C, halves, change)
         for block_m in (16, 32, 64, 128):

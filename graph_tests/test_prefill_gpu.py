@@ -557,17 +557,24 @@ class FourBits(Routed):
             assert torch.equal(self.gemm2(), y)
 
 
-WIDTHS = ((416, 224), (2880, 160), (288, 1056), (2048, 512), (96, 2080))
-"""H and I: whole words of 32 columns, most no whole steps, nor whole 64."""
+WIDTHS = {
+    32: ((416, 224), (2880, 160), (288, 1056), (2048, 512), (96, 2080)),
+    64: ((448, 192), (2880, 320), (64, 1088), (2048, 512)),
+    128: ((384, 640), (2944, 128), (128, 896), (2048, 512)),
+}
+"""H and I by the columns of a group, at least 32: whole groups, most no whole steps, nor whole 64."""
+
+
+def widths_of(group: int) -> tuple[tuple[int, int], ...]:
+    return WIDTHS[max(group, 32)]
 
 
 def every_form() -> list[tuple[int, tuple[str, int], int, int]]:
     """Each height and form, with widths in turn, and a step that is the only one and not whole."""
-    found = [
-        (block_m, form, *WIDTHS[(i + j) % len(WIDTHS)])
-        for i, block_m in enumerate((16, 32, 64, 128))
-        for j, form in enumerate(FORMS)
-    ]
+    found = []
+    for (i, block_m), (name, group) in itertools.product(enumerate((16, 32, 64, 128)), FORMS):
+        sizes = widths_of(group)
+        found.append((block_m, (name, group), *sizes[(i + len(found)) % len(sizes)]))
     return [*found, *((block_m, ("int4", 32), 32, 96) for block_m in (16, 32, 64, 128))]
 
 
@@ -599,8 +606,9 @@ def test_gemm1_of_four_bits_has_every_activation_and_order(block_m, activation, 
         clamp_after_activation=clamp is not None and random.random() < 0.5,
     )  # fmt: skip
     form = random.choice(FORMS)
+    H, I = widths_of(form[1])[0]
     FourBits(
-        (0, 17, 65, 130, 0, 300), 10, 288, 160, form, block_m, config=config, bias=random.choice([None, BF16, FP32])
+        (0, 17, 65, 130, 0, 300), 10, H, I, form, block_m, config=config, bias=random.choice([None, BF16, FP32])
     ).check_gemm1()
 
 
@@ -628,7 +636,7 @@ def test_products_of_four_bits_are_right_for_few_and_for_many_blocks(heights, fo
 
 @pytest.mark.parametrize("block_m", [16, 32, 64, 128])
 def test_runs_of_four_bits_give_the_same_bits_whichever_program_takes_what(block_m) -> None:
-    one = FourBits(LOW_HEIGHTS, 20, 416, 224, ("int4", 128), block_m)
+    one = FourBits(LOW_HEIGHTS, 20, 384, 640, ("int4", 128), block_m)
     h, y, side = one.gemm1(), one.gemm2(), torch.cuda.Stream()
     busy = torch.randn(2048, 2048, device="cuda")
     for _ in range(50):
@@ -760,7 +768,8 @@ LAYER_FORMS = [("int4", 32, 16), ("int4", 128, 64), ("int4", 64, 128), ("mxfp4",
 
 
 def four_bit_layer(format: str, group: int, shared: str | None, **options: Any) -> tuple[Tensor, dict[str, Any]]:
-    x, args = prefill(H=416, I=224, **options)
+    H, I = widths_of(group)[0]
+    x, args = prefill(H=H, I=I, **options)
     return x, quantized(args, format, shared, **({"group": group} if format == "int4" else {}))
 
 
@@ -806,9 +815,10 @@ def test_replays_of_four_bits_with_other_routing_take_their_own_items(format, gr
 @pytest.mark.parametrize(("format", "group", "block_m"), LAYER_FORMS)
 def test_a_layer_of_four_bits_with_a_part_of_the_experts_has_persistent_products(format, group, block_m) -> None:
     """Slots of the others have no rows, and no program reads what they have left."""
+    H, I = widths_of(group)[0]
     x, args = make_layer(
-        900, way="router_weight", config=MoEConfig(top_k=4, w13_order="interleaved"), dtype=BF16, device="cuda", H=416,
-        E=12, I=224, S=448, E_global=40,
+        900, way="router_weight", config=MoEConfig(top_k=4, w13_order="interleaved"), dtype=BF16, device="cuda", H=H,
+        E=12, I=I, S=2 * I, E_global=40,
     )  # fmt: skip
     args = quantized(args, format, None, **({"group": group} if format == "int4" else {}))
     expected, outs = reference.moe(x, **args), []
@@ -840,11 +850,25 @@ def test_padding_and_longer_rows_of_a_layer_of_four_bits(format, group, block_m)
         for valid in (0, 1, 1500, len(x)):
             count = torch.tensor([valid], dtype=torch.int32, device="cuda")
             expected = reference.moe(x, **args, num_valid_tokens=count)
-            given = torch.full((len(x), 421), float("nan"), dtype=x.dtype, device="cuda")[:, 5:]  # off 16 bytes
+            given = torch.full((len(x), x.shape[1] + 5), float("nan"), dtype=x.dtype, device="cuda")
+            given = given[:, 5:]  # off 16 bytes
             given[:valid] = x[:valid]
             out = dual_stream_moe(given, **args, num_valid_tokens=count)
             assert worst_row(out, expected) <= 2e-2, valid
             assert torch.equal(out[valid:], torch.zeros_like(out[valid:]))
+
+
+@pytest.mark.parametrize(("H", "I", "group"), [(416, 224, 32), (448, 192, 64), (416, 224, 64), (416, 224, 128)])
+def test_columns_that_are_not_there_are_no_infinite_numbers_for_many_rows(H, I, group) -> None:
+    """A code of 0 there would stand for -8 scales, beyond the largest float16, and times 0 for NaN."""
+    x, args = prefill(dtype=FP16, H=H, I=I)
+    args = quantized(args, "int4", None, group=group)
+    for name in ("w13", "w2"):
+        args[f"{name}_scale"] = torch.full_like(args[f"{name}_scale"], 9000.0, dtype=FP16)
+        args[name] = torch.full_like(args[name], 0x88)  # zeros
+    for block_m in (16, 32, 64, 128):
+        with with_tiles(**four_bit_tiles(block_m), one_launch=False):
+            assert dual_stream_moe(x, **args).isfinite().all(), block_m
 
 
 def test_only_one_product_of_four_bits_may_be_persistent() -> None:

@@ -257,6 +257,7 @@ NEITHER: dict[str, tuple[dict[str, Any], Any]] = {
     "fp16 scales beside bf16": ({}, of_scales(torch.float16)),
     "float32 rows": ({"dtype": torch.float32}, lambda args: args),
     "powers of two beside fp16": ({"formats": ("mxfp4", None), "dtype": torch.float16}, lambda args: args),
+    "a part of a group": ({"group": 64}, lambda args: args),
     "H and I of no whole words": ({"H": 80, "I": 144}, lambda args: args),
 }
 ONE: dict[str, tuple[dict[str, Any], str]] = {
