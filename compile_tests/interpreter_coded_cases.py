@@ -97,6 +97,45 @@ def test_rows_become_the_fp8_numbers_of_the_definition(rng):
     torch.testing.assert_close(out, want, rtol=0, atol=0, equal_nan=True)
 
 
+# --- the order of columns --------------------------------------------------------------------------------------------
+
+
+def reordered(x: Tensor) -> Tensor:
+    """Columns of each 32 as eight codes of a word become pairs: the code, then the word, then the word's half."""
+    source = [32 * part + 8 * word + 4 * half + code for part in range(x.shape[1] // 32) for code in range(4)
+              for word in range(4) for half in range(2)]  # fmt: skip
+    return x[:, source]
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP16])
+@pytest.mark.parametrize("H", [32, 96, 160, 256, 1056, 2048, 3072])  # 32 times 1, 3, 5, 33 and powers of two
+@pytest.mark.parametrize("T", [1, 7, 70])
+def test_columns_come_into_the_order_of_codes(rng, dtype, H, T):
+    numbers = torch.arange(T * H, dtype=torch.int16).view(T, H)  # every bit pattern is moved, none computed with
+    for stride in (H, H + 24):
+        around = torch.full((T, stride), -1, dtype=torch.int16)
+        around[:, :H] = numbers
+        out = torch.full((T + 2, H), -1, dtype=torch.int16)
+        kernels.reorder_columns(around.view(dtype)[:, :H], out[1:-1].view(dtype))
+        assert torch.equal(out[1:-1], reordered(numbers))
+        assert (out[[0, -1]] == -1).all()
+        assert torch.equal(around[:, :H], numbers)
+        assert (around[:, H:] == -1).all()
+
+
+@pytest.mark.parametrize("I", [32, 96, 160, 1024, 2080])
+@pytest.mark.parametrize("rows", [0, 1, 33, 64])
+def test_columns_of_h_change_places_in_place_and_rows_of_no_expert_stay(rng, I, rows):
+    N = 64
+    h = torch.randint(-(2**15), 2**15, (N + 2, I), generator=rng, dtype=torch.int16)
+    before, given = h.clone(), h[1:-1].view(BF16)
+    offsets = torch.tensor([0, rows // 3, rows // 3, rows], dtype=torch.int32)
+    kernels.reorder_columns(given, given, offsets)
+    assert torch.equal(h[1 : 1 + rows], reordered(before[1 : 1 + rows]))
+    assert torch.equal(h[1 + rows :], before[1 + rows :])
+    assert torch.equal(h[0], before[0])
+
+
 # --- products -------------------------------------------------------------------------------------------------------
 
 

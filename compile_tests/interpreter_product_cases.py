@@ -701,7 +701,7 @@ def test_zero_tokens_launch_nothing(monkeypatch):
     def refuse(*args, **kwargs):
         raise AssertionError("launched")
 
-    for name in ("quantize", "router", "route", "gemm", "experts", "gate", "finalize"):
+    for name in ("quantize", "reorder", "router", "route", "gemm", "experts", "gate", "finalize"):
         monkeypatch.setattr(sys.modules[f"dsmoe_op.kernels.{name}"], "launch", refuse)
     config, E, K, H = MoEConfig(top_k=2), 4, 2, 16
     x, ids, weights = torch.empty(0, H), torch.empty(0, K, dtype=torch.int32), torch.empty(0, K)
@@ -724,5 +724,6 @@ def test_zero_tokens_launch_nothing(monkeypatch):
         w2=torch.empty(E, H, H), h_NI=x, y_NH=x, topk_ids_TK=ids, topk_weights_TK=weights, out_TH=x,
     )  # fmt: skip
     kernels.quantize_rows(x, x, torch.empty(0, 1))
+    kernels.reorder_columns(torch.empty(0, 32), torch.empty(0, 32))
     kernels.shared_gate(x, torch.empty(1, H), torch.empty(0))
     kernels.finalize(x, ids, weights, ids, None, None, x, config=config)

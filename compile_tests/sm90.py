@@ -28,7 +28,7 @@ BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 V3 = MoEConfig(top_k=8, n_group=8, topk_group=4, routed_scaling_factor=2.5)
 SHARED_MEMORY = 227 * 1024
 ASIDE = 32
-"""Bytes of an item's numbers that the persistent GEMM 1 of 128 rows keeps in memory, outside its products' loops."""
+"""Bytes of an item's numbers that a persistent GEMM 1 of 128 rows keeps in memory, outside its products' loops."""
 FORMS = ("routed", "shared", "fused")
 TOKENS = (1, 2, 3, 15, 16, 17, 64, 65, 500, 1000, 5000, 70000)
 
@@ -228,6 +228,16 @@ def registers(kernel: Any, folder) -> int:
     return int(found)
 
 
+def serialises(kernel: Any, folder) -> bool:
+    """Whether the assembler says that it lets each matrix instruction wait for the one before."""
+    ptx = folder / "kernel.ptx"
+    ptx.write_text(kernel.asm["ptx"])
+    command = [triton.knobs.nvidia.ptxas.path, "-v", "--gpu-name=sm_90a", str(ptx), "-o", str(folder / "kernel.o")]
+    said = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert "registers" in said.stderr
+    return "C7512" in said.stderr or "serialized" in said.stderr
+
+
 def _disassembled(kernel: Any, folder) -> str:
     cubin = folder / "kernel.cubin"
     cubin.write_bytes(kernel.asm["cubin"])
@@ -271,7 +281,7 @@ def check_loops(kernel: Any, folder) -> int:
 def check_resources(compiled: list[Any], folder) -> None:
     for kernel in compiled:
         assert kernel.metadata.shared <= SHARED_MEMORY, kernel.metadata
-        aside = ASIDE if kernel.metadata.name == "_persistent_gemm1" else 0
+        aside = ASIDE if kernel.metadata.name in ("_persistent_gemm1", "_persistent_coded") else 0
         assert stack_bytes(kernel, folder) <= aside, kernel.metadata
         check_loops(kernel, folder)
         assert unset_uniform_registers(_disassembled(kernel, folder)) == [], kernel.metadata
@@ -325,10 +335,11 @@ def check_products(compiled: list[Any], name: str) -> None:
 
 
 def coded_weight(
-    name: str, E: int, R: int, C: int, halves: int, *, whole: bool = False, interleaved: bool = False
-) -> dict[str, Any]:
+    name: str, E: int, R: int, C: int, halves: int, *, whole: bool = False, interleaved: bool = False,
+    group: int | None = None, zero_point: bool = True, scale: torch.dtype | None = None,
+) -> dict[str, Any]:  # fmt: skip
     """q and the rest of a quantised weight without memory; E = 0 for the shared expert's. whole: scales of both halves
-    in one row of blocks, where that is another shape."""
+    in one row of blocks, where that is another shape. group, zero_point: of int4. scale: its dtype, if another one."""
 
     def empty(*shape: int, dtype: torch.dtype) -> Tensor:
         return torch.empty((E, *shape) if E else shape, dtype=dtype, device="meta")
@@ -336,9 +347,10 @@ def coded_weight(
     format = formats.FORMATS[name]
     bits, dtype = format.bits, {"mxfp4": torch.uint8, "int4": BF16}.get(name, format.scale_dtypes[0])
     q = empty(R, C * bits // 8, dtype=torch.uint8 if bits == 4 else format.dtypes[0])
-    scale = empty(*formats.scale_shapes(name, R, C, halves=halves)[-1 if whole else 0], dtype=dtype)
-    zero = empty(R // 2, scale.shape[-1], dtype=torch.uint8) if name == "int4" else None
-    whole = empty(dtype=FP32) if format.has_global_scale else None
+    shape = formats.scale_shapes(name, R, C, halves=halves)[-1 if whole else 0]
+    scales = empty(*(shape if group is None else (R, -(-C // group))), dtype=scale or dtype)
+    zero = empty(R // 2, scales.shape[-1], dtype=torch.uint8) if name == "int4" and zero_point else None
+    global_scale = empty(*(halves,) * (halves == 2), dtype=FP32) if format.has_global_scale else None
     given = torch.empty(1, dtype=FP32, device="meta") if format.activations == "tensor" else None
-    parts = formats.Quantised(q, scale, zero, whole, given)
+    parts = formats.Quantised(q, scales, zero, global_scale, given)
     return {"q": q, "coded": kernels.coded(name, parts, R, C, halves, interleaved)}

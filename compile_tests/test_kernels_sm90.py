@@ -38,13 +38,14 @@ from sm90 import (  # noqa: E402
     matrix_instructions,
     named,
     product_loops,
+    serialises,
     stack_bytes,
 )
 
 from dsmoe_op import formats, kernels, schedule, tuning  # noqa: E402
 from dsmoe_op.cli import arguments, candidates, compiling, shapes  # noqa: E402
 from dsmoe_op.config import MoEConfig  # noqa: E402
-from dsmoe_op.kernels import gemm1_persistent, gemm2_persistent  # noqa: E402
+from dsmoe_op.kernels import coded_persistent, gemm1_persistent, gemm2_persistent  # noqa: E402
 from dsmoe_op.kernels.launch import INTERPRET  # noqa: E402
 from dsmoe_op.tuning import LayerTiles, Tile  # noqa: E402
 from dsmoe_op.tuning.tile import ONE_LAUNCH_KINDS  # noqa: E402
@@ -343,6 +344,188 @@ def test_weights_that_the_persistent_gemm1_does_not_take_have_the_ordinary_one(c
     assert [kernel.metadata.name for kernel in compiled] == 2 * ["_grouped_gemm"]
 
 
+PERSISTENT_4BIT = {
+    (tile.block_m, name): tile
+    for name in ("gemm1", "gemm2")
+    for tile in candidates._FEW_ROWS["4bit", name] + candidates._MANY_ROWS["4bit", name]
+    if tile.persistent
+}
+"""By rows of a block, and product."""
+FORMS_4BIT = (("int4", 32), ("int4", 64), ("int4", 128), ("mxfp4", 32), ("nvfp4", 16))
+
+
+def products_of_4_bits(
+    block_m: int, name: str, group: int, products: tuple[str, ...] = ("gemm1", "gemm2"), *, H: int | None = None,
+    I: int | None = None, config: MoEConfig = V3, dtype: torch.dtype = BF16, bias: torch.dtype | None = FP32,
+    ordered: bool = True, tiles: dict[tuple[int, str], Tile] = PERSISTENT_4BIT,
+) -> None:  # fmt: skip
+    """Launches of the routed experts' products with rows in the order of codes; H and I are whole groups."""
+    T, E, least = 70, 8, max(group, 32)
+    H, I = H or 2048 - least, I or 11 * least
+    N, layer = T * config.top_k, Layer(T=T, H=H, I=I, E=E, config=config, dtype=dtype)
+    rows, scale = layer.rows(block_m), dtype if name == "int4" else None
+    args: dict[str, Any] = {"config": config, "blocks": rows.blocks_3B, "taken": rows.taken, "warmup": True}
+    options: dict[str, Any] = {"group": group, "zero_point": False, "scale": scale}
+    if "gemm1" in products:
+        R, interleaved = (1 + config.gated) * I, config.w13_order == "interleaved"
+        w13 = coded_weight(name, E, R, H, 1 + config.gated, interleaved=interleaved, **options)
+        kernels.gemm1(
+            layer.x, tile=tiles[block_m, "gemm1"], w13=w13["q"], coded=w13["coded"],
+            w13_bias=layer.tensor(E, R, dtype=bias) if bias else None, sorted_slot_N=rows.sorted_slot_N,
+            h_NI=layer.tensor(N, I), x_ordered=layer.x if ordered else None, **args,
+        )  # fmt: skip
+    if "gemm2" in products:
+        w2 = coded_weight(name, E, H, I, 1, **options)
+        kernels.gemm2(
+            tile=tiles[block_m, "gemm2"], w2=w2["q"], coded=w2["coded"],
+            w2_bias=layer.tensor(E, H, dtype=bias) if bias else None, offsets=rows.offsets, h_NI=layer.tensor(N, I),
+            y_NH=layer.tensor(N, H), h_is_ordered=ordered, **args,
+        )  # fmt: skip
+
+
+def check_persistent_coded(kernel: Any, block_m: int, name: str, folder) -> None:
+    """It fits, keeps all numbers in registers, and multiplies codes from there without a wait for each product."""
+    step, stages = {16: (256, 5), 32: (256, 4), 64: (128, 6), 128: (128, 4)}[block_m]
+    assert kernel.metadata.name == "_persistent_coded"
+    assert kernel.metadata.shared <= SHARED_MEMORY
+    assert stack_bytes(kernel, folder) <= (ASIDE if block_m == 128 else 0)
+    assert not serialises(kernel, folder)
+    ptx = kernel.asm["ptx"]
+    # Four of 16 columns for each 64, twice 64 rows of w: two consumers.
+    products = re.findall(r"wgmma\.mma_async\S*\.m64n(\d+)k16\.f32\.(\w+)\.\w+\s+\{[^}]*\},\s*\{", ptx)
+    assert products == [(str(block_m), name)] * (2 * 2 * step // 16)
+    assert ptx.count("wgmma.mma_async") == len(products)
+    check_arrivals(kernel, stages=stages, full=1 + 128)  # the engine's, and each thread's copies
+    check_loops(kernel, folder)
+    for body in product_loops(kernel, folder)[:2]:  # the consumers' inner ones
+        assert not any(re.search(r"\b(STL|LDL)\b", one) for one in body)
+    assert "cp.async.cg.shared.global" in ptx
+    assert "cp.async.bulk.tensor.3d" in ptx
+    assert "griddepcontrol" not in ptx
+    assert not kernel.metadata.launch_pdl
+
+
+@pytest.mark.parametrize(("name", "group"), FORMS_4BIT)
+@pytest.mark.parametrize("block_m", [16, 32, 64, 128])
+def test_the_persistent_products_of_four_bits_fit_and_decode_while_others_run(compiled, tmp_path, block_m, name, group):
+    def launch() -> None:
+        with kernels.overlapping(True, True):  # an ordinary launch, whatever it is asked for
+            products_of_4_bits(block_m, name, group)
+
+    kernels.compile_together(launch)
+    assert len(named(compiled, "_persistent_coded")) == 2
+    assert len(named(compiled, "_zero_rows")) == 0
+    for kernel in compiled:
+        check_persistent_coded(kernel, block_m, "bf16", tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("given", "options"),
+    [
+        (("int4", 128, ("gemm1", "gemm2")), {"H": 2944, "I": 384, "dtype": FP16, "bias": None}),
+        (("nvfp4", 16, ("gemm1",)), {"config": MoEConfig(top_k=4, w13_order="up_gate", activation="gelu")}),
+        (
+            ("nvfp4", 16, ("gemm1", "gemm2")),
+            {"config": MoEConfig(top_k=8, w13_order="interleaved", clamp_routed=7.0), "dtype": FP16, "bias": FP16},
+        ),
+        (
+            ("mxfp4", 32, ("gemm1",)),
+            {"config": MoEConfig(top_k=4, w13_order="interleaved", activation="swiglu_oai", clamp_routed=7.0),
+             "H": 2880, "I": 2880, "bias": BF16},
+        ),
+        (("int4", 32, ("gemm1", "gemm2")), {"H": 7168, "I": 256, "bias": None}),
+        (("int4", 64, ("gemm1", "gemm2")), {"H": 64, "I": 192}),  # no whole step
+        (("mxfp4", 32, ("gemm2",)), {"config": MoEConfig(top_k=8, activation="relu2")}),
+    ],
+    ids=str,
+)  # fmt: skip
+@pytest.mark.parametrize("block_m", [16, 32, 64, 128])
+def test_the_persistent_products_of_four_bits_fit_in_every_layout(compiled, tmp_path, block_m, given, options):
+    name, group, products = given
+    kernels.compile_together(lambda: products_of_4_bits(block_m, name, group, products, **options))
+    assert len(compiled) == len(products)
+    for kernel in compiled:
+        check_persistent_coded(kernel, block_m, "f16" if options.get("dtype") == FP16 else "bf16", tmp_path)
+
+
+@pytest.mark.parametrize(("name", "group"), [("int4", 32), ("int4", 128), ("mxfp4", 32), ("nvfp4", 16)])
+def test_the_same_tiles_of_the_ordinary_products_fit(compiled, tmp_path, name, group):
+    """Where weights are such as the persistent ones do not take, and in a launch with the shared expert's."""
+    for dtype in (BF16, FP16):
+        compiled.clear()
+        kernels.compile_together(
+            lambda dtype=dtype: [
+                products_of_4_bits(block_m, name, group, dtype=dtype, ordered=False) for block_m in (16, 32, 64, 128)
+            ]
+        )
+        assert [kernel.metadata.name for kernel in compiled] == 8 * ["_grouped_gemm"]
+        check_resources(compiled, tmp_path)
+
+
+def changed_weight(name: str, E: int, R: int, C: int, halves: int, change: str) -> dict[str, Any]:
+    """One that the persistent products take, but for that."""
+    group = {"nvfp4": 16, "mxfp4": 32}.get(name, 128)
+    options: dict[str, Any] = {"group": group, "zero_point": change == "zero points"}
+    if change in ("float32 scales", "fp16 scales"):
+        options["scale"] = FP32 if change == "float32 scales" else FP16
+    one = coded_weight(name, E, R, C, halves, **options)
+    q = one["q"]
+    if change == "longer rows":
+        one["q"] = torch.empty(E, R, C // 2 + 16, dtype=q.dtype, device="meta")[..., : C // 2]
+    if change == "misaligned":
+        one["q"] = torch.empty(q.numel() + 8, dtype=q.dtype)[8:].view(q.shape)
+        assert one["q"].data_ptr() % 16 == 8
+    return one
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "taken"),
+    [
+        *((name, "", True) for name in ("int4", "mxfp4", "nvfp4")),
+        ("int4", "zero points", False),
+        ("int4", "float32 scales", False),
+        ("int4", "fp16 scales", False),
+        ("int4", "longer rows", False),
+        ("int4", "misaligned", False),
+        ("nvfp4", "misaligned", False),
+        ("mxfp4", "32 columns and 16", False),
+        ("int4", "a part of a group", False),
+        ("int4", "fp16 rows", False),  # with scales of bfloat16
+        ("mxfp4", "fp16 rows", False),  # which has not all powers of two
+        ("nvfp4", "fp16 rows", True),
+        ("nvfp4", "float32 rows", False),
+        ("mxfp4", "float32 rows", False),
+    ],
+)
+def test_the_persistent_products_of_four_bits_say_what_they_take(name, change, taken):
+    C = 512 + {"32 columns and 16": 16, "a part of a group": 64}.get(change, 0)
+    rows = {"fp16 rows": FP16, "float32 rows": FP32}.get(change, BF16)
+    for halves, config in ((2, V3), (1, None)):
+        w = changed_weight(name, 3, 128, C, halves, change)
+        for block_m in (16, 32, 64, 128):
+            assert coded_persistent.takes(w["q"], rows, block_m, w["coded"], config) == taken
+        for block_m in (8, 256):
+            assert not coded_persistent.takes(w["q"], rows, block_m, w["coded"], config)
+    w13 = changed_weight(name, 3, 128, C, 2, change)
+    for config in (
+        MoEConfig(top_k=1, apply_router_weight_on_input=True),
+        MoEConfig(top_k=2, activation="relu2"),
+    ):
+        assert not coded_persistent.takes(w13["q"], rows, 64, w13["coded"], config)
+
+
+def test_the_persistent_products_of_four_bits_take_no_groups_of_whole_rows_and_no_other_format():
+    for name, options in (
+        ("int4", {"group": 512, "zero_point": False}),
+        ("fp8_block", {}),
+        ("fp8_channel", {}),
+        ("fp8_tensor", {}),
+    ):
+        w = coded_weight(name, 3, 128, 512, 1, **options)
+        assert not coded_persistent.takes(w["q"], BF16, 64, w["coded"])
+    assert not coded_persistent.takes(torch.empty(3, 64, 128, dtype=BF16, device="meta"), BF16, 64, kernels.PLAIN)
+
+
 @pytest.mark.parametrize("dtype", [FP32, BF16])
 def test_the_persistent_product_of_fp8_leaves_16_bits_alone(compiled, dtype):
     """Layers of float32 have the tiles of 16 bits where their weights are fp8."""
@@ -507,10 +690,14 @@ def test_an_early_launch_waits_before_it_touches_memory_and_others_never(compile
         codes, scales = layer.tensor(2, 1024, dtype=formats.E4M3), layer.tensor(2, 8, dtype=FP32)
         kernels.quantize_rows(layer.x, codes, scales)
         kernels.quantize_rows(layer.x, codes, scales, layer.rows().offsets, of_h=True)
+        kernels.reorder_columns(layer.x, layer.tensor(2, 1024))
+        kernels.reorder_columns(layer.x, layer.x, layer.rows().offsets)
     names = {kernel.metadata.name for kernel in compiled}
     assert names == {"_router_logits", "_route", "_zero", "_grouped_gemm", "_experts", "_shared_gate", "_finalize"} | {
         "_quantize_rows",
         "_quantize_h",
+        "_reorder",
+        "_reorder_h",
     }
     for kernel in compiled:
         ptx, name = kernel.asm["ptx"], kernel.metadata.name
@@ -681,7 +868,7 @@ def sums(kernel: Any) -> set[str]:
     return set(re.findall(r"arith\.add[fi] [^\n]* : (\w+)[^\n]*\n\s*tt\.reduce\.return", kernel.asm["ttgir"]))
 
 
-ATOMIC = ("_route", "_persistent_gemm1", "_persistent_gemm2", "_experts")
+ATOMIC = ("_route", "_persistent_coded", "_persistent_gemm1", "_persistent_gemm2", "_experts")
 
 
 def test_atomics_are_of_integers_alone(compiled):
@@ -692,7 +879,9 @@ def test_atomics_are_of_integers_alone(compiled):
     for tiles in tiles_of_one_launch():
         layer.experts("fused", tiles, ends=True)
     gemm1_of_fp8(PERSISTENT_GEMM1[0])
+    products_of_4_bits(64, "int4", 32)
     assert named(compiled, "_persistent_gemm1")
+    assert named(compiled, "_persistent_coded")
     for kernel in compiled:
         found = set(re.findall(r"\b(?:atom|red)\.\S+", kernel.asm["ptx"]))
         assert not found or kernel.metadata.name in ATOMIC, found
@@ -739,15 +928,17 @@ def test_tiles_are_such_as_the_kernels_take(kind):
             assert 2 * tile.block_n <= 256 or not tile.tma or tile in (v.gemm2, v.shared_gemm2)  # of the copy engine
             second = tile in (v.gemm2, v.shared_gemm2)
             its_kind = shared_kind or kind if tile in (v.shared_gemm1, v.shared_gemm2) else routed_kind
-            may_persist = second or its_kind == "fp8"
+            may_persist = second or its_kind in ("fp8", "4bit")
             assert not tile.persistent or (tile.block_m in tuning.tables.PERSISTENT_M[its_kind] and may_persist)
 
 
 def test_other_gpus_than_hoppers_take_the_products_without_gluon(monkeypatch) -> None:
     w2 = torch.empty(3, 64, 128, dtype=BF16, device="meta")
     w13, coded = coded_weight("fp8_block", 3, 128, 256, 2).values()
+    four_bits = coded_weight("int4", 3, 128, 256, 2, zero_point=False)
     for hopper in (True, False):
-        for module in (gemm1_persistent, gemm2_persistent):
+        for module in (coded_persistent, gemm1_persistent, gemm2_persistent):
             monkeypatch.setattr(module, "is_hopper", lambda device, it=hopper: it)
+        assert coded_persistent.takes(four_bits["q"], BF16, 64, four_bits["coded"], V3) == hopper
         assert gemm2_persistent.takes(w2) == hopper
         assert gemm1_persistent.takes(w13, 64, V3, coded, shared=False) == hopper

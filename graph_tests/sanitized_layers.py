@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import collections
 import contextlib
+import functools
 import json
 import pathlib
 from collections.abc import Callable, Iterable, Iterator
@@ -28,8 +29,14 @@ from layers import error
 from torch import Tensor
 
 from dsmoe_op import cuda, dual_stream_moe, dual_stream_moe_unfinalized, finalize, formats, reference, tuning
+from dsmoe_op.cli import candidates
 
 SIZES = QUANTISED_SIZES  # for 16 bits too: wider than a tile, and no multiple of one
+LOWEST = {
+    name: next(t for t in candidates._FEW_ROWS["4bit", name] if t.persistent and t.block_m == 16)
+    for name in ("gemm1", "gemm2")
+}
+"""The tiles of these that the heuristic never chooses."""
 LAYERS: dict[str, Formats] = FORMATS | {name: (name, name) for name in formats.FORMATS}
 MOST_TOKENS = 1000
 LIMIT = 2e-2
@@ -71,9 +78,16 @@ def apart(kept: list[Tensor]) -> Callable[..., list[Any]]:
     return table
 
 
-def not_persistent(tiles: tuning.LayerTiles) -> tuning.LayerTiles:
-    """The copy engine stores what a persistent GEMM 2 leaves, unseen by initcheck; GEMM 1 stores as others do."""
-    gemm2, shared_gemm2 = (tile._replace(persistent=False) for tile in (tiles.gemm2, tiles.shared_gemm2))
+def has_4_bits(mix: Formats) -> bool:
+    """Whether the routed experts have."""
+    return mix[0] is not None and formats.FORMATS[mix[0]].bits == 4
+
+
+def not_persistent(mix: Formats, tiles: tuning.LayerTiles) -> tuning.LayerTiles:
+    """The copy engine stores what a persistent GEMM 2 leaves, and initcheck does not see it. A persistent GEMM 1 stores
+    as others do, and so do both products of four bits."""
+    shared_gemm2 = tiles.shared_gemm2._replace(persistent=False)
+    gemm2 = tiles.gemm2 if has_4_bits(mix) else tiles.gemm2._replace(persistent=False)
     return tiles._replace(gemm2=gemm2, shared_gemm2=shared_gemm2)
 
 
@@ -85,6 +99,9 @@ def run(mix: Formats) -> None:
         shared = [(T, "router_weight", s) for T in (1, 3) for s in schedules_of(mix) if s in ("serial", "fused")]
         with with_tiles(gemm1=SPLIT[0], gemm2=SPLIT[1], one_launch=True):
             issue(Block(device="cpu", sizes=SIZES | {"H": 512}, formats=mix), shared, kept)
+        if has_4_bits(mix):
+            with with_tiles(**LOWEST, one_launch=False):
+                issue(Block(device="cpu", sizes=SIZES, formats=mix), [(70, "router_weight", "serial")], kept)
 
 
 def issue(block: Block, calls: Iterable[tuple[int, str, str]], kept: list[Tensor]) -> None:
@@ -138,8 +155,10 @@ def main() -> None:
     if options.what == "control":
         run_control()
     else:
-        with issuing(count), with_changed(not_persistent) if options.not_persistent else contextlib.nullcontext():
-            run(LAYERS[options.what])
+        mix = LAYERS[options.what]
+        change = functools.partial(not_persistent, mix)
+        with issuing(count), with_changed(change) if options.not_persistent else contextlib.nullcontext():
+            run(mix)
     options.file.write_text(json.dumps({"launches": launches, "kernels": sorted(kernels)}))
 
 

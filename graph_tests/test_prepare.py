@@ -14,10 +14,11 @@ from typing import Any
 
 import pytest
 import torch
+from gpu import with_tiles
 from layers import LAUNCHERS, WAYS, make_layer, quantized
 from torch import Tensor
 
-from dsmoe_op import checks, cuda, kernels, launches, streams, tuning
+from dsmoe_op import MoEConfig, checks, cuda, kernels, launches, streams, tuning
 from dsmoe_op import schedule as schedules
 from dsmoe_op.checks import LAYER_FIELDS, Layer
 from dsmoe_op.kernels import launch as launch_module
@@ -62,6 +63,10 @@ class Recorder:
         for step in steps:
             if isinstance(step, Launch):
                 issue(step.name, 0)
+
+
+def names_of(recorder: Recorder) -> set[str]:
+    return {name for name, *_ in recorder.launched}
 
 
 def issue_step(self: launches.Call, step: Launch, *, overlaps: bool) -> None:
@@ -122,6 +127,10 @@ def test_one_call_of_a_quantised_layer_prepares_all_sizes(recorder, schedule, fo
     assert recorder.warm == warm
     made = {name for name, *_ in recorder.launched if name.startswith("_quantize")}
     rounds = any(name in ("fp8_block", "fp8_channel") for name in formats)
+    assert ("_persistent_coded" in names_of(recorder)) == (formats[0] == "int4" and schedule == "dual")
+    assert {"_reorder", "_reorder_h"} & names_of(recorder) == (
+        {"_reorder_h"} if formats[0] == "int4" and schedule == "dual" else set()  # H is no whole words
+    )
     many = {name for name, *_ in recorder.launched if name == "_persistent_gemm1"}
     assert bool(many) == (formats[0] in ("fp8_block", "fp8_channel") and schedule == "dual")
     assert made == ({"_quantize_rows", *(["_quantize_h"] if schedule == "dual" else [])} if rounds else set())
@@ -135,15 +144,15 @@ def test_one_call_prepares_split_tiles_and_persistent_products_of_a_table(record
     many, persistent = Tile(64, 64, 128, 4, 3, swap=True), Tile(64, 128, 128, 4, 3, swap=True, persistent=True)
     if format is None:
         many, persistent = (tile._replace(block_m=128) for tile in (many, persistent))
-    many = many._replace(persistent=format in ("fp8_block", "fp8_channel"))
+    many = many._replace(persistent=format is not None)
     for H in (512, 272):
 
         def layer(T: int, H: int = H) -> tuple[Tensor, dict]:
-            x, args = make_layer(T, dtype=torch.bfloat16, H=H, I=144, S=288, E=12)
+            x, args = make_layer(T, dtype=torch.bfloat16, H=H, I=160, S=320, E=12)
             return x, quantized(args, format, format)
 
         config = layer(1)[1]["config"]
-        shape = LayerShape(tuning.layer_kind(torch.bfloat16, False, format, format), H, 144, 12, config.top_k, 288)
+        shape = LayerShape(tuning.layer_kind(torch.bfloat16, False, format, format), H, 160, 12, config.top_k, 320)
         rows = {}
         for most, splits in ((1, 4), (4, 2), (16, 1)):
             tiles = LayerTiles(few._replace(splits=splits), few, few, few, overlaps=False, one_launch=True)
@@ -171,7 +180,125 @@ def test_one_call_prepares_split_tiles_and_persistent_products_of_a_table(record
         assert bool(taken) == (schedule != "fused" and format != "int4")
         assert all(meta["H_BOXES"] == (2 if format is None else 1) for meta in taken)
         firsts = [meta for name, meta in metas if name == "_persistent_gemm1"]
-        assert bool(firsts) == (many.persistent and schedule != "fused")
+        assert bool(firsts) == (format in ("fp8_block", "fp8_channel") and schedule != "fused")
+        coded = {meta["INNER"] for name, meta in metas if name == "_persistent_coded"}
+        ordered = names_of(recorder) & {"_reorder", "_reorder_h"}
+        if format != "int4" or schedule == "fused":
+            assert (coded, ordered) == (set(), set())
+        else:  # 272 columns of x are no whole words
+            assert coded == ({H, 160} if whole else {160})
+            assert ordered == ({"_reorder", "_reorder_h"} if whole else {"_reorder_h"})
+
+
+def four_bit_tiles(block_m: int) -> dict[str, Tile]:
+    """Fields of LayerTiles with which both products of the routed experts are persistent."""
+    wide = Tile(block_m, 64, 128, 4, 3, swap=True, persistent=True)
+    return {"gemm1": wide, "gemm2": wide._replace(block_n=128), "one_launch": False}
+
+
+def four_bits(
+    T: int = 200, formats: tuple[str, str | None] = ("int4", None), *, group: int = 32, **options: Any
+) -> tuple[Tensor, dict]:
+    x, args = make_layer(T, **{"dtype": torch.bfloat16, "H": 96, "I": 160, "S": 320, **options})
+    return x, quantized(args, *formats, **({"group": group} if formats[0] == "int4" else {}))
+
+
+@pytest.mark.parametrize("format", ["int4", "mxfp4", "nvfp4"])
+@pytest.mark.parametrize("shared", ["the same", None, "fp8_block"])
+@pytest.mark.parametrize("block_m", [16, 32, 64, 128])
+@pytest.mark.parametrize("schedule", ["serial", "dual", "dual_shared_main", "fused"])
+def test_products_of_four_bits_are_persistent_where_tiles_say_so(recorder, schedule, block_m, shared, format) -> None:
+    """And multiply what launches have brought into their order; in "fused" the shared expert's are in the launches."""
+    formats = format, format if shared == "the same" else shared
+    if schedule == "fused" and formats[0] != formats[1]:
+        pytest.skip("fused takes one format")
+    with with_tiles(**four_bit_tiles(block_m)):
+        for entry in (cuda.moe, cuda.moe_unfinalized):
+            recorder.launched.clear()
+            call(*four_bits(formats=formats), schedule=schedule, entry=entry)
+            names = [name for name, *_ in recorder.launched]
+            if schedule == "fused":
+                assert not {"_persistent_coded", "_reorder", "_reorder_h"} & set(names)
+            else:
+                assert names.count("_persistent_coded") == 2
+                assert {"_reorder", "_reorder_h"} <= set(names)
+            assert {"_grouped_gemm", "_persistent_gemm2"} & set(names)  # the shared expert's
+
+
+def relu2(**options: Any) -> MoEConfig:
+    return MoEConfig(top_k=3, activation="relu2", **options)
+
+
+def with_zero_points(args: dict) -> dict:
+    for name in ("w13", "w2"):
+        rows, groups = args[f"{name}_scale"].shape[-2:]
+        zeros = torch.full((len(args[name]), rows // 2, groups), 0x88, dtype=torch.uint8)
+        args = args | {f"{name}_zero_point": zeros}
+    return args
+
+
+def off_by_8_bytes(args: dict) -> dict:
+    for name in ("w13", "w2"):
+        q = args[name]
+        whole = torch.zeros(q.numel() + 16 // q.itemsize, dtype=q.dtype)
+        skip = (8 - whole.data_ptr() % 16) % 16 // q.itemsize
+        args = args | {name: whole[skip : skip + q.numel()].view(q.shape).copy_(q)}
+    return args
+
+
+def of_scales(dtype: torch.dtype) -> Any:
+    return lambda args: args | {f"{name}_scale": args[f"{name}_scale"].to(dtype) for name in ("w13", "w2")}
+
+
+NEITHER: dict[str, tuple[dict[str, Any], Any]] = {
+    "zero points": ({}, with_zero_points),
+    "misaligned": ({}, off_by_8_bytes),
+    "float32 scales": ({}, of_scales(torch.float32)),
+    "fp16 scales beside bf16": ({}, of_scales(torch.float16)),
+    "float32 rows": ({"dtype": torch.float32}, lambda args: args),
+    "powers of two beside fp16": ({"formats": ("mxfp4", None), "dtype": torch.float16}, lambda args: args),
+    "a part of a group": ({"group": 64}, lambda args: args),
+    "H and I of no whole words": ({"H": 80, "I": 144}, lambda args: args),
+}
+ONE: dict[str, tuple[dict[str, Any], str]] = {
+    "relu2": ({"config": relu2()}, "h"),
+    "weights on the input": ({"config": MoEConfig(top_k=1, apply_router_weight_on_input=True)}, "h"),
+    "H of no whole words": ({"H": 80}, "h"),
+    "I of no whole words": ({"I": 144}, "x"),
+}
+
+
+@pytest.mark.parametrize("schedule", ["serial", "dual"])
+@pytest.mark.parametrize("case", NEITHER)
+def test_other_weights_of_four_bits_have_the_ordinary_products_and_nothing_changes_places(
+    recorder, case, schedule
+) -> None:
+    options, change = NEITHER[case]
+    x, args = four_bits(**options)
+    with with_tiles(**four_bit_tiles(64)):
+        call(x, change(args), schedule=schedule)
+    assert "_grouped_gemm" in names_of(recorder)
+    assert not {"_persistent_coded", "_reorder", "_reorder_h"} & names_of(recorder)
+    assert not {"_persistent_coded", "_reorder", "_reorder_h"} & {name for name, *_ in recorder.warm}
+
+
+@pytest.mark.parametrize("case", ONE)
+def test_one_product_of_four_bits_may_be_persistent_and_the_other_not(recorder, case) -> None:
+    options, which = ONE[case]
+    with with_tiles(**four_bit_tiles(64)):
+        call(*four_bits(**options))
+    names = [name for name, *_ in recorder.launched]
+    assert names.count("_persistent_coded") == 1
+    assert ("_reorder" in names, "_reorder_h" in names) == (which == "x", which == "h")
+
+
+def test_the_heuristic_takes_persistent_products_for_many_rows_of_four_bits(recorder) -> None:
+    """And none in one launch of both."""
+    for T, many in ((60, False), (300, True), (5000, True)):
+        recorder.launched.clear()
+        call(*four_bits(T))
+        assert ({"_persistent_coded", "_reorder", "_reorder_h"} <= names_of(recorder)) == many
+        assert ("_persistent_coded" in names_of(recorder)) == many
 
 
 def padded(x: Tensor, before: int, after: int) -> Tensor:

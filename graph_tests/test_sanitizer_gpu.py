@@ -95,6 +95,9 @@ def test_compute_sanitizer_finds_nothing_in_any_launch(sanitizer, tmp_path, coun
     launches = {"router", "choose_order", "gate", "gemm1", "gemm2", "experts", "finalize"}
     if what in ("fp8_block", "fp8_channel"):
         launches |= {"quantize", "quantize_h", "quantize_shared_h"}
+    if what in ("int4", "mxfp4", "nvfp4", "int4+none"):
+        launches |= {"reorder", "reorder_h"}
+        assert "_persistent_coded" in ran["kernels"]
     assert launches <= ran["launches"].keys()
     counted(f"launches in which compute-sanitizer's {tool} found nothing", sum(ran["launches"].values()))
     counted(f"kernels under compute-sanitizer's {tool}", len(ran["kernels"]))

@@ -297,6 +297,7 @@ def test_the_layer_of_the_gpu_tests_has_the_launches_that_they_name() -> None:
             steps = plan(
                 resolved, present, zero_experts=False, finalized=True, one_launch=few, coded_rows=rows,
                 coded_h=frozenset() if few else h,
+                ordered=frozenset() if few or name != "int4+none" else frozenset({"x", "h"}),
             )  # fmt: skip
             assert tuple(s.name for s in launches(steps)) == by_schedule[resolved], (name, T, resolved)
 

@@ -9,8 +9,8 @@ a block's rows by 256 rows of w, which the matrix unit has on its longer side an
   while the product with the other runs.
 
 Columns of a come in the order in which a word's codes become numbers (`reorder.py`), so they go straight from memory to
-where the matrix unit reads them. Rows are not looked at: one height of tile, BLOCK_M, for every block. (With smaller
-ones beside it for blocks that are half empty, ptxas 12.8 used an address of one in another.)
+where the matrix unit reads them. A tile has one height, however few rows a block has: with several in one kernel, and
+an inner product of a single step, ptxas 12.8 used a shared-memory descriptor of one path in another.
 """
 
 from __future__ import annotations
@@ -57,7 +57,8 @@ def takes(w: Tensor, rows_dtype: torch.dtype, block_m: int, coded: Coded, config
     """Whether their GPU has Hopper's matrix unit, and this kernel multiplies these weights by such rows.
 
     The weights are of four bits, contiguous, aligned to 16 bytes, without zero points, with groups of 16 to 128 columns
-    and scales that the dtype of the rows has exactly; whole words of 32 columns.
+    and scales that the dtype of the rows has exactly; their rows are multiples of 32 columns, and of int4 whole groups:
+    columns beyond them are codes of 0, which stand for -8 scales where they have any, maybe infinite.
 
     Args:
         w: [E, rows, columns / 2] bytes.
@@ -73,7 +74,8 @@ def takes(w: Tensor, rows_dtype: torch.dtype, block_m: int, coded: Coded, config
     if config is not None:
         plain &= config.gated and not config.apply_router_weight_on_input
     aligned = w.data_ptr() % 16 == 0 and w.shape[-1] % 16 == 0
-    return exact and plain and aligned and w.dim() == 3 and w.is_contiguous() and is_hopper(w.device)
+    whole = form[0] != "int4" or 2 * w.shape[-1] % form[1] == 0
+    return exact and plain and whole and aligned and w.dim() == 3 and w.is_contiguous() and is_hopper(w.device)
 
 
 def coded_persistent(
@@ -246,7 +248,7 @@ def _in_two(t):
 
 @gluon.jit
 def _scales(rows_ptr, there, k, STEP: gl.constexpr, GROUP: gl.constexpr, GROUPS: gl.constexpr):
-    """Of step k: [64, scales of a step], of which each 64 columns have as many, at least one."""
+    """Of step k: [64, COUNT], at least one for each 64 columns; zeros for rows and groups that are not there."""
     COUNT: gl.constexpr = STEP // (GROUP if GROUP < 64 else 64)
     WORDS: gl.constexpr = gl.SliceLayout(2, _of_groups(STEP // 8, COUNT))
     j = gl.arange(0, COUNT, layout=gl.SliceLayout(0, WORDS))
@@ -275,7 +277,7 @@ def _doubled(scales, DTYPE: gl.constexpr):
 
 @gluon.jit
 def _numbers(words, scale, NAME: gl.constexpr, DTYPE: gl.constexpr, DOT: gl.constexpr):
-    """[64, 64] numbers of [64, 8] words, in the order of `in_order`; scale is int32 [64, groups]."""
+    """[64, 64] numbers of [64, 8] words, columns in the order of `in_order`; scale is int32 [64, groups], doubled."""
     G: gl.constexpr = scale.shape[1]
     ASM: gl.constexpr = unpacking(NAME, DTYPE)
     LAYOUT: gl.constexpr = _of_groups(8, G)
@@ -283,7 +285,7 @@ def _numbers(words, scale, NAME: gl.constexpr, DTYPE: gl.constexpr, DOT: gl.cons
     s3 = gl.expand_dims(gl.convert_layout(scale, gl.SliceLayout(2, LAYOUT), assert_trivial=True), 2)
     w3, s3 = gl.broadcast(w3, s3)
     if NAME == "int4":
-        # The bits of -136 or -1032, twice
+        # The bits of -136 or -1032, twice: a code is among the mantissa's bits of 128 or 1024, and 8 stands for 0.
         zero = gl.full_like(w3, -0x3CF73CF8 if DTYPE == gl.bfloat16 else -0x1BF71BF8)
         p0, p1, p2, p3 = gl.inline_asm_elementwise(
             ASM, "=&r,=&r,=&r,=&r,r,r,r", [w3, s3, zero], (gl.int32, gl.int32, gl.int32, gl.int32), True, 1
@@ -303,25 +305,21 @@ def _numbers(words, scale, NAME: gl.constexpr, DTYPE: gl.constexpr, DOT: gl.cons
 
 @gluon.jit
 def _halves(pair, DTYPE: gl.constexpr):
+    """int32 [..] -> [.., 2]: its low and its high half."""
     low = pair.to(gl.int16).to(DTYPE, bitcast=True)
     return gl.join(low, (pair >> 16).to(gl.int16).to(DTYPE, bitcast=True))
 
 
 @gluon.jit
-def _quarters(t):
-    a, b = _in_two(t)
-    a0, a1 = _in_two(a)
-    b0, b1 = _in_two(b)
-    return a0, a1, b0, b1
-
-
-@gluon.jit
 def _panels(t, PANELS: gl.constexpr):
-    """The parts of a step that are 64 columns of a."""
-    if PANELS == 4:
-        return _quarters(t)
+    """The parts of a step that are 64 columns of a: two or four."""
+    first, second = _in_two(t)
+    if PANELS == 2:
+        return first, second
     else:
-        return _in_two(t)
+        p0, p1 = _in_two(first)
+        p2, p3 = _in_two(second)
+        return p0, p1, p2, p3
 
 
 @gluon.jit
@@ -330,7 +328,7 @@ def _products(
     WHICH: gl.constexpr, M: gl.constexpr, INNER: gl.constexpr, STEP: gl.constexpr, STAGES: gl.constexpr,
     NAME: gl.constexpr, GROUP: gl.constexpr, GROUPS: gl.constexpr,
 ):  # fmt: skip
-    """float32 [64, M] twice: the products of 64 rows of w and M rows of a each."""
+    """float32 [64, M] twice: the products of 64 rows of w and M rows of a each; then the next buffer and its phase."""
     DTYPE: gl.constexpr = a_bufs.dtype
     PANELS: gl.constexpr = STEP // 64
     STEPS: gl.constexpr = (INNER + STEP - 1) // STEP
@@ -351,19 +349,19 @@ def _products(
         next_second = _scales(second_ptr, second_there & (k + 1 < STEPS), k + 1, STEP, GROUP, GROUPS)
         of_first = _panels(first_scales, PANELS)
         of_second = _panels(second_scales, PANELS)
-        m = None
-        # A product is under way while the next one's numbers are made, but none from step to step: for such the
-        # assembler has no registers, and makes all wait.
+        second_w = None
+        # A product is under way while the next one's numbers are made, but none from step to step: ptxas 12.8 then lets
+        # every product wait for the one before.
         for p in gl.static_range(PANELS):
-            a = a_bufs.index(PANELS * s + p).slice(0, M).permute([1, 0])
-            n = _numbers(first_words[p], _doubled(of_first[p], DTYPE), NAME, DTYPE, DOT)
-            first = warpgroup_mma(n, a, first, is_async=True)
+            a = a_bufs.index(PANELS * s + p).permute([1, 0])
+            first_w = _numbers(first_words[p], _doubled(of_first[p], DTYPE), NAME, DTYPE, DOT)
+            first = warpgroup_mma(first_w, a, first, is_async=True)
             if p > 0:
-                second, m = warpgroup_mma_wait(1, deps=[second, m])
-            m = _numbers(second_words[p], _doubled(of_second[p], DTYPE), NAME, DTYPE, DOT)
-            second = warpgroup_mma(m, a, second, is_async=True)
-            first, n = warpgroup_mma_wait(1, deps=[first, n])
-        second, m = warpgroup_mma_wait(0, deps=[second, m])
+                second, second_w = warpgroup_mma_wait(1, deps=[second, second_w])
+            second_w = _numbers(second_words[p], _doubled(of_second[p], DTYPE), NAME, DTYPE, DOT)
+            second = warpgroup_mma(second_w, a, second, is_async=True)
+            first, first_w = warpgroup_mma_wait(1, deps=[first, first_w])
+        second, second_w = warpgroup_mma_wait(0, deps=[second, second_w])
         mbarrier.arrive(empty.index(s), count=1)
         first_scales = next_first
         second_scales = next_second
@@ -373,20 +371,20 @@ def _products(
 
 @gluon.jit
 def _write(value, buf, out_ptr, row, end, column, COLUMNS: gl.constexpr):
-    """Rows of out, from their transposed tile."""
+    """Rows of out, from their transposed tile, through shared memory: 16 bytes a thread."""
     M: gl.constexpr = value.shape[1]
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
-    rows_buf = buf.slice(0, M)
-    rows_buf.permute([1, 0]).store(value.to(out_ptr.dtype.element_ty))
+    buf.permute([1, 0]).store(value.to(out_ptr.dtype.element_ty))
     rows = row + gl.arange(0, M, layout=gl.SliceLayout(1, LAYOUT))
     c = column + gl.arange(0, 64, layout=gl.SliceLayout(0, LAYOUT))
     mask = gl.expand_dims(rows < end, 1) & gl.expand_dims(c < COLUMNS, 0)
     ptrs = out_ptr + gl.expand_dims(rows.to(gl.int64) * COLUMNS, 1) + gl.expand_dims(c, 0)
-    gl.store(ptrs, rows_buf.load(LAYOUT), mask=mask)
+    gl.store(ptrs, buf.load(LAYOUT), mask=mask)
 
 
 @gluon.jit
-def _of_rows(ptr, mask, rows):
+def _bias_of(ptr, rows, mask):
+    """float32, of these rows of w."""
     return gl.load(ptr + rows, mask=mask, other=0.0).to(gl.float32)
 
 
@@ -398,6 +396,7 @@ def _tile(
     INTERLEAVED: gl.constexpr, ACTIVATION: gl.constexpr, UP_FIRST: gl.constexpr,
     CLAMP: gl.constexpr, CLAMP_AFTER: gl.constexpr,
 ):  # fmt: skip
+    """A consumer's part of an item, from its first buffer to its rows of out; the next buffer and its phase."""
     GATED: gl.constexpr = ACTIVATION is not None
     ALL_ROWS: gl.constexpr = 2 * COLUMNS if GATED else COLUMNS
     COUNT: gl.constexpr = STEP // (GROUP if GROUP < 64 else 64)
@@ -429,14 +428,14 @@ def _tile(
         i = gl.arange(0, 64, layout=gl.SliceLayout(1, first.type.layout))
         bias = bias_ptr + base
         if INTERLEAVED:
-            bias_first = _of_rows(bias, column + i < COLUMNS, 2 * (column + i))
-            bias_second = _of_rows(bias, column + i < COLUMNS, 2 * (column + i) + 1)
+            bias_first = _bias_of(bias, 2 * (column + i), column + i < COLUMNS)
+            bias_second = _bias_of(bias, 2 * (column + i) + 1, column + i < COLUMNS)
         elif GATED:
-            bias_first = _of_rows(bias, column + i < COLUMNS, column + i)
-            bias_second = _of_rows(bias, column + i < COLUMNS, COLUMNS + column + i)
+            bias_first = _bias_of(bias, column + i, column + i < COLUMNS)
+            bias_second = _bias_of(bias, COLUMNS + column + i, column + i < COLUMNS)
         else:
-            bias_first = _of_rows(bias, column + i < COLUMNS, column + i)
-            bias_second = _of_rows(bias, column + 64 + i < COLUMNS, column + 64 + i)
+            bias_first = _bias_of(bias, column + i, column + i < COLUMNS)
+            bias_second = _bias_of(bias, column + 64 + i, column + 64 + i < COLUMNS)
         first = first + gl.expand_dims(bias_first, 1)
         second = second + gl.expand_dims(bias_second, 1)
     if GATED:

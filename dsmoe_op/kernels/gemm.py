@@ -195,7 +195,7 @@ def gemm2(
         assert h_NI is not None
         assert y_NH is not None
         a, a_scale = _rows_for(coded, h_NI, h_codes_NI, h_scales)
-        if h_is_ordered:
+        if h_is_ordered and y_NH.shape[0]:
             assert blocks is not None
             assert offsets is not None
             assert taken is not None
