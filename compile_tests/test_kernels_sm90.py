@@ -400,8 +400,10 @@ def check_persistent_coded(kernel: Any, block_m: int, name: str, folder) -> None
     assert ptx.count("wgmma.mma_async") == len(products)
     check_arrivals(kernel, stages=stages, full=1 + 128)  # the engine's, and each thread's copies
     check_loops(kernel, folder)
+    read_back = 0 if triton.__version__.startswith("3.6") else 1  # 3.9: of 128 rows one number a step, at most
     for body in product_loops(kernel, folder)[:2]:  # the consumers' inner ones
-        assert not any(re.search(r"\b(STL|LDL)\b", one) for one in body)
+        assert not any(re.search(r"\bSTL\b", one) for one in body)
+        assert sum(bool(re.search(r"\bLDL\b", one)) for one in body) <= read_back
     assert "cp.async.cg.shared.global" in ptx
     assert "cp.async.bulk.tensor.3d" in ptx
     assert "griddepcontrol" not in ptx
