@@ -187,7 +187,8 @@ def test_candidates_for_quantised_products_use_the_matrix_units_and_fit(compiled
     has_codes = bool(schedule.coded_h(shape.config, has_shared=shape.S > 0))  # products of h, and of its codes
     assert len(compiled) == len(tiles) + has_codes * sum(kernel == "gemm2" for kernel, _ in tiles)
     for kernel in compiled:
-        unit = "wgmma" if kind == "fp8" or least_side(kernel) >= 64 else "mma"
+        persistent = kernel.metadata.name.startswith("_persistent")
+        unit = "wgmma" if kind == "fp8" or persistent or least_side(kernel) >= 64 else "mma"
         assert matrix_instructions(kernel) == {"wgmma e4m3" if kind == "fp8" else f"{unit} bf16"}
         if kind == "fp8" and not kernel.metadata.name.startswith("_persistent"):  # whose steps tests of their own have
             check_fp8_steps(kernel)
@@ -474,8 +475,9 @@ def test_the_same_tiles_of_the_ordinary_products_fit(compiled, tmp_path, name, g
         assert [kernel.metadata.name for kernel in compiled] == 2 * ["_grouped_gemm"]
         for kernel in compiled:
             assert kernel.metadata.shared <= SHARED_MEMORY
-            # A candidate of `tune`, which the heuristic never chooses, makes numbers with float32 scales one by one.
-            assert stack_bytes(kernel, tmp_path) <= (64 if block_m == 16 else 0)
+            # A candidate of `tune`, which the heuristic never chooses, makes numbers with float32 scales one by one:
+            # 64 bytes, under Triton 3.9 up to 104.
+            assert stack_bytes(kernel, tmp_path) <= (104 if block_m == 16 else 0)
             check_loops(kernel, tmp_path)
 
 
