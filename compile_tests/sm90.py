@@ -17,6 +17,7 @@ from layers import LAUNCHERS
 from sass import unset_uniform_registers
 from torch import Tensor
 from triton.backends.compiler import GPUTarget
+from triton.backends.nvidia.compiler import get_ptxas
 from triton.runtime.driver import driver
 
 from dsmoe_op import formats, kernels, tuning
@@ -232,7 +233,7 @@ def serialises(kernel: Any, folder) -> bool:
     """Whether the assembler says that it lets each matrix instruction wait for the one before."""
     ptx = folder / "kernel.ptx"
     ptx.write_text(kernel.asm["ptx"])
-    command = [triton.knobs.nvidia.ptxas.path, "-v", "--gpu-name=sm_90a", str(ptx), "-o", str(folder / "kernel.o")]
+    command = [get_ptxas(90).path, "-v", "--gpu-name=sm_90a", str(ptx), "-o", str(folder / "kernel.o")]
     said = subprocess.run(command, capture_output=True, text=True, check=True)
     assert "registers" in said.stderr
     return "C7512" in said.stderr or "serialized" in said.stderr

@@ -187,7 +187,8 @@ def test_candidates_for_quantised_products_use_the_matrix_units_and_fit(compiled
     has_codes = bool(schedule.coded_h(shape.config, has_shared=shape.S > 0))  # products of h, and of its codes
     assert len(compiled) == len(tiles) + has_codes * sum(kernel == "gemm2" for kernel, _ in tiles)
     for kernel in compiled:
-        unit = "wgmma" if kind == "fp8" or least_side(kernel) >= 64 else "mma"
+        persistent = kernel.metadata.name.startswith("_persistent")
+        unit = "wgmma" if kind == "fp8" or persistent or least_side(kernel) >= 64 else "mma"
         assert matrix_instructions(kernel) == {"wgmma e4m3" if kind == "fp8" else f"{unit} bf16"}
         if kind == "fp8" and not kernel.metadata.name.startswith("_persistent"):  # whose steps tests of their own have
             check_fp8_steps(kernel)
@@ -357,27 +358,30 @@ FORMS_4BIT = (("int4", 32), ("int4", 64), ("int4", 128), ("mxfp4", 32), ("nvfp4"
 def products_of_4_bits(
     block_m: int, name: str, group: int, products: tuple[str, ...] = ("gemm1", "gemm2"), *, H: int | None = None,
     I: int | None = None, config: MoEConfig = V3, dtype: torch.dtype = BF16, bias: torch.dtype | None = FP32,
-    ordered: bool = True, tiles: dict[tuple[int, str], Tile] = PERSISTENT_4BIT,
+    ordered: bool = True, **options: Any,
 ) -> None:  # fmt: skip
-    """Launches of the routed experts' products with rows in the order of codes; H and I are whole groups."""
+    """Launches of the routed experts' products, with rows in the order of codes or the ordinary ones of the same tiles.
+
+    H and I are whole groups. options: of `coded_weight`.
+    """
     T, E, least = 70, 8, max(group, 32)
     H, I = H or 2048 - least, I or 11 * least
     N, layer = T * config.top_k, Layer(T=T, H=H, I=I, E=E, config=config, dtype=dtype)
-    rows, scale = layer.rows(block_m), dtype if name == "int4" else None
+    rows = layer.rows(block_m)
     args: dict[str, Any] = {"config": config, "blocks": rows.blocks_3B, "taken": rows.taken, "warmup": True}
-    options: dict[str, Any] = {"group": group, "zero_point": False, "scale": scale}
+    options = {"group": group, "zero_point": False, "scale": dtype if name == "int4" else None, **options}
     if "gemm1" in products:
         R, interleaved = (1 + config.gated) * I, config.w13_order == "interleaved"
         w13 = coded_weight(name, E, R, H, 1 + config.gated, interleaved=interleaved, **options)
         kernels.gemm1(
-            layer.x, tile=tiles[block_m, "gemm1"], w13=w13["q"], coded=w13["coded"],
+            layer.x, tile=PERSISTENT_4BIT[block_m, "gemm1"], w13=w13["q"], coded=w13["coded"],
             w13_bias=layer.tensor(E, R, dtype=bias) if bias else None, sorted_slot_N=rows.sorted_slot_N,
             h_NI=layer.tensor(N, I), x_ordered=layer.x if ordered else None, **args,
         )  # fmt: skip
     if "gemm2" in products:
         w2 = coded_weight(name, E, H, I, 1, **options)
         kernels.gemm2(
-            tile=tiles[block_m, "gemm2"], w2=w2["q"], coded=w2["coded"],
+            tile=PERSISTENT_4BIT[block_m, "gemm2"], w2=w2["q"], coded=w2["coded"],
             w2_bias=layer.tensor(E, H, dtype=bias) if bias else None, offsets=rows.offsets, h_NI=layer.tensor(N, I),
             y_NH=layer.tensor(N, H), h_is_ordered=ordered, **args,
         )  # fmt: skip
@@ -397,8 +401,10 @@ def check_persistent_coded(kernel: Any, block_m: int, name: str, folder) -> None
     assert ptx.count("wgmma.mma_async") == len(products)
     check_arrivals(kernel, stages=stages, full=1 + 128)  # the engine's, and each thread's copies
     check_loops(kernel, folder)
+    read_back = 0 if triton.__version__.startswith("3.6") else 1  # 3.9: of 128 rows one number a step, at most
     for body in product_loops(kernel, folder)[:2]:  # the consumers' inner ones
-        assert not any(re.search(r"\b(STL|LDL)\b", one) for one in body)
+        assert not any(re.search(r"\bSTL\b", one) for one in body)
+        assert sum(bool(re.search(r"\bLDL\b", one)) for one in body) <= read_back
     assert "cp.async.cg.shared.global" in ptx
     assert "cp.async.bulk.tensor.3d" in ptx
     assert "griddepcontrol" not in ptx
@@ -448,18 +454,31 @@ def test_the_persistent_products_of_four_bits_fit_in_every_layout(compiled, tmp_
         check_persistent_coded(kernel, block_m, "f16" if options.get("dtype") == FP16 else "bf16", tmp_path)
 
 
-@pytest.mark.parametrize(("name", "group"), [("int4", 32), ("int4", 128), ("mxfp4", 32), ("nvfp4", 16)])
-def test_the_same_tiles_of_the_ordinary_products_fit(compiled, tmp_path, name, group):
+@pytest.mark.parametrize(
+    ("name", "group", "options"),
+    [
+        ("nvfp4", 16, {}),
+        ("int4", 32, {"dtype": FP16}),
+        ("int4", 128, {"zero_point": True}),
+        ("int4", 32, {"zero_point": True, "scale": FP32}),
+        ("mxfp4", 32, {"dtype": FP16}),
+    ],
+    ids=str,
+)
+def test_the_same_tiles_of_the_ordinary_products_fit(compiled, tmp_path, name, group, options):
     """Where weights are such as the persistent ones do not take, and in a launch with the shared expert's."""
-    for dtype in (BF16, FP16):
+    for block_m in (16, 32, 64, 128):
         compiled.clear()
         kernels.compile_together(
-            lambda dtype=dtype: [
-                products_of_4_bits(block_m, name, group, dtype=dtype, ordered=False) for block_m in (16, 32, 64, 128)
-            ]
+            lambda block_m=block_m: products_of_4_bits(block_m, name, group, ordered=False, **options)
         )
-        assert [kernel.metadata.name for kernel in compiled] == 8 * ["_grouped_gemm"]
-        check_resources(compiled, tmp_path)
+        assert [kernel.metadata.name for kernel in compiled] == 2 * ["_grouped_gemm"]
+        for kernel in compiled:
+            assert kernel.metadata.shared <= SHARED_MEMORY
+            # A candidate of `tune`, which the heuristic never chooses, makes numbers with float32 scales one by one:
+            # 64 bytes, under Triton 3.9 up to 104.
+            assert stack_bytes(kernel, tmp_path) <= (104 if block_m == 16 else 0)
+            check_loops(kernel, tmp_path)
 
 
 def changed_weight(name: str, E: int, R: int, C: int, halves: int, change: str) -> dict[str, Any]:

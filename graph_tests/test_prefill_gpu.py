@@ -658,7 +658,7 @@ def test_columns_come_into_the_order_of_codes(T, H) -> None:
     kernels.reorder_columns(x.view(BF16), out)
     assert torch.equal(out.view(torch.int16), x[:, whole])
     for rows in {0, 1, T // 2, T}:
-        h = x.contiguous()
+        h = x.clone(memory_format=torch.contiguous_format)
         offsets = torch.tensor([0, rows // 2, rows], dtype=torch.int32, device="cuda")
         kernels.reorder_columns(h.view(BF16), h.view(BF16), offsets)
         assert torch.equal(h[:rows], x[:rows, whole])
