@@ -240,6 +240,17 @@ def serialises(kernel: Any, folder) -> bool:
 
 
 def _disassembled(kernel: Any, folder) -> str:
+    """As `cuobjdump -sass` has it; once for all that look at one kernel after another."""
+    if kernel.hash not in _sass:
+        _sass.clear()
+        _sass[kernel.hash] = _dumped(kernel, folder)
+    return _sass[kernel.hash]
+
+
+_sass: dict[str, str] = {}
+
+
+def _dumped(kernel: Any, folder) -> str:
     cubin = folder / "kernel.cubin"
     cubin.write_bytes(kernel.asm["cubin"])
     command = [triton.knobs.nvidia.cuobjdump.path, "-sass", str(cubin)]
@@ -285,7 +296,8 @@ def check_resources(compiled: list[Any], folder) -> None:
         aside = ASIDE if kernel.metadata.name in ("_persistent_gemm1", "_persistent_coded") else 0
         assert stack_bytes(kernel, folder) <= aside, kernel.metadata
         check_loops(kernel, folder)
-        assert unset_uniform_registers(_disassembled(kernel, folder)) == [], kernel.metadata
+        if "wgmma" in kernel.asm["ptx"]:  # whose descriptors lie in uniform registers
+            assert unset_uniform_registers(_disassembled(kernel, folder)) == [], kernel.metadata
 
 
 def matrix_instructions(kernel: Any) -> set[str]:

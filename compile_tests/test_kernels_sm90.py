@@ -411,8 +411,10 @@ def check_persistent_coded(kernel: Any, block_m: int, name: str, folder) -> None
     assert not kernel.metadata.launch_pdl
 
 
-@pytest.mark.parametrize(("name", "group"), FORMS_4BIT)
-@pytest.mark.parametrize("block_m", [16, 32, 64, 128])
+@pytest.mark.parametrize(
+    ("block_m", "name", "group"),
+    [*((block_m, "int4", 32) for block_m in (16, 32, 64)), *((128, *form) for form in FORMS_4BIT)],
+)
 def test_the_persistent_products_of_four_bits_fit_and_decode_while_others_run(compiled, tmp_path, block_m, name, group):
     def launch() -> None:
         with kernels.overlapping(True, True):  # an ordinary launch, whatever it is asked for
@@ -426,26 +428,27 @@ def test_the_persistent_products_of_four_bits_fit_and_decode_while_others_run(co
 
 
 @pytest.mark.parametrize(
-    ("given", "options"),
+    ("block_m", "given", "options"),
     [
-        (("int4", 128, ("gemm1", "gemm2")), {"H": 2944, "I": 384, "dtype": FP16, "bias": None}),
-        (("nvfp4", 16, ("gemm1",)), {"config": MoEConfig(top_k=4, w13_order="up_gate", activation="gelu")}),
+        (128, ("int4", 128, ("gemm1", "gemm2")), {"H": 2944, "I": 384, "dtype": FP16, "bias": None}),
+        (64, ("nvfp4", 16, ("gemm1",)), {"config": MoEConfig(top_k=4, w13_order="up_gate", activation="gelu")}),
         (
+            32,
             ("nvfp4", 16, ("gemm1", "gemm2")),
             {"config": MoEConfig(top_k=8, w13_order="interleaved", clamp_routed=7.0), "dtype": FP16, "bias": FP16},
         ),
         (
+            128,
             ("mxfp4", 32, ("gemm1",)),
             {"config": MoEConfig(top_k=4, w13_order="interleaved", activation="swiglu_oai", clamp_routed=7.0),
              "H": 2880, "I": 2880, "bias": BF16},
         ),
-        (("int4", 32, ("gemm1", "gemm2")), {"H": 7168, "I": 256, "bias": None}),
-        (("int4", 64, ("gemm1", "gemm2")), {"H": 64, "I": 192}),  # no whole step
-        (("mxfp4", 32, ("gemm2",)), {"config": MoEConfig(top_k=8, activation="relu2")}),
+        (16, ("int4", 32, ("gemm1", "gemm2")), {"H": 7168, "I": 256, "bias": None}),
+        (64, ("int4", 64, ("gemm1", "gemm2")), {"H": 64, "I": 192}),  # no whole step
+        (32, ("mxfp4", 32, ("gemm2",)), {"config": MoEConfig(top_k=8, activation="relu2")}),
     ],
     ids=str,
 )  # fmt: skip
-@pytest.mark.parametrize("block_m", [16, 32, 64, 128])
 def test_the_persistent_products_of_four_bits_fit_in_every_layout(compiled, tmp_path, block_m, given, options):
     name, group, products = given
     kernels.compile_together(lambda: products_of_4_bits(block_m, name, group, products, **options))
