@@ -48,9 +48,8 @@ class Trial:
             buffers["taken"] = self._taken[i, :2]
             if _is_4_bits(self.config.routed_format):  # some candidates multiply it, whatever the heuristic's do
                 buffers["x_ordered"] = torch.empty_like(self.layers[i].hidden_states)
-        self._h_ordered = [
-            torch.empty_like(buffers["h"]) for buffers in self._buffers if _is_4_bits(self.config.routed_format)
-        ]
+        self._h_ordered: list[Tensor] = []
+        """h as some candidates of GEMM 2 take it, once there are such."""
         self._routed: dict[tuple[int, int, bool], list[launches.Call]] = {}
         self._codes = schedule.coded_rows(self.config, has_shared=self.dims.S > 0)
 
@@ -85,6 +84,10 @@ class Trial:
     def _run(self, name: str, tile: Tile) -> timing.Call:
         tiles = compiling.all_of(tile)
         ordered = launches.ordered(self.layers[0], self.dims, self.config, tiles)
+        if name == "gemm2" and "h" in ordered and not self._h_ordered:
+            for call in self._calls(self.first.gemm1):  # whose h is that of the first product by now
+                self._h_ordered.append(torch.empty_like(call.h))
+                kernels.reorder_columns(call.h, self._h_ordered[-1], call.rows.offsets)
         calls = self._calls(tile, of_ordered=name == "gemm2" and "h" in ordered)
         if name == "gemm1" and "x" in ordered:
             for call in calls:
@@ -99,15 +102,12 @@ class Trial:
 
         return run
 
-    def _between(self, gemm1: str) -> None:
-        """What a second product reads where a launch between makes h fp8, or changes the order of its columns."""
+    def _quantize_h(self, gemm1: str) -> None:
+        """What a second product reads where h becomes fp8 in a launch between."""
         branch, launch = ("routed", "quantize_h") if gemm1 == "gemm1" else ("shared", "quantize_shared_h")
         for call in self._calls(self.first.gemm1):
             if gemm1.endswith("gemm1") and branch in call.coded_h:
                 call.issue(launch)
-        if gemm1 == "gemm1":
-            for call, ordered in zip(self._calls(self.first.gemm1), self._h_ordered, strict=False):
-                kernels.reorder_columns(call.h, ordered, call.rows.offsets)
 
     def times(self, tiles: Candidates) -> dict[str, dict[Tile, float]]:
         """Microseconds by launch and tile, without those that are wrong or fail. The first that runs is right."""
@@ -122,7 +122,7 @@ class Trial:
                 return {key: {} for key in tiles}
             for i in range(len(self.layers)):  # whatever the others left: what the next product reads
                 runs[next(iter(us[name]))](i)
-            self._between(name)
+            self._quantize_h(name)
         return us
 
 

@@ -291,9 +291,9 @@ def _product_jobs(shape: Shape, tokens: Sequence[int]) -> list[Job]:
     before = ["quantize"] * bool(codes) + ["router", "choose_order"] + ["gate"] * bool(shape.S and shape.shared_gate)
     of_h = schedules.coded_h(shape.config, has_shared=shape.S > 0)
     before += ["quantize_h"] * ("routed" in of_h) + ["quantize_shared_h"] * ("shared" in of_h)
-    tiles = [tile for T in tokens for tile in candidates.tiles(shape, T)["gemm1"]]
-    ordered = any(compiling.ordered(shape, compiling.all_of(tile)) for tile in tiles)
-    before += ["reorder", "reorder_h"] * ordered
+    for launch, what, name in (("reorder", "x", "gemm1"), ("reorder_h", "h", "gemm2")):
+        tiles = [tile for T in tokens for tile in candidates.tiles(shape, T)[name]]
+        before += [launch] * any(what in compiling.ordered(shape, compiling.all_of(tile)) for tile in tiles)
     jobs = [Job(shape, name, None) for name in before]
     for T in tokens:
         jobs += [Job(shape, name, tile) for name, some in candidates.tiles(shape, T).items() for tile in some]

@@ -14,6 +14,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import tma
+from triton.runtime.driver import driver
 
 # Names that changed after Triton 3.6.
 load_box = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
@@ -26,10 +27,19 @@ reinterpret = _buffers.reinterpret if hasattr(_buffers, "reinterpret") else _buf
 GL_DTYPE = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, torch.float8_e4m3fn: gl.float8e4nv}
 
 
-@functools.cache
 def is_hopper(device: torch.device) -> bool:
-    """True for tensors that are on no GPU: their kernels are compiled for one like an H200."""
-    return device.type != "cuda" or torch.cuda.get_device_capability(device) == (9, 0)
+    """For tensors that are on no GPU: whether kernels are compiled for such a one, as they are where nobody says."""
+    if device.type == "cuda":
+        return _capability(device) == (9, 0)
+    try:
+        return bool(driver.active.get_current_target().arch == 90)
+    except RuntimeError:  # no driver
+        return True
+
+
+@functools.cache
+def _capability(device: torch.device) -> tuple[int, int]:
+    return torch.cuda.get_device_capability(device)
 
 
 @functools.cache

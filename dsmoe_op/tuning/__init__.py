@@ -107,13 +107,8 @@ _ROUTED: dict[str, tuple[Routed, ...]] = {
             Tile(32, 64, 128, 4, 4, swap=True, persistent=True),
             Tile(32, 128, 128, 4, 3, swap=True, persistent=True),
         ),
-        Routed(56, ALL, *(tile._replace(persistent=True) for tile in _MANY_ROWS_OF_4_BITS)),
-        Routed(
-            ALL,
-            ALL,
-            Tile(128, 64, 128, 8, 3, swap=True, persistent=True, least_m=16),
-            Tile(128, 128, 128, 8, 3, swap=True, persistent=True, least_m=16),
-        ),
+        # Blocks of 128 rows are faster yet, but slower where the weights are such that the product is not persistent.
+        Routed(ALL, ALL, *(tile._replace(persistent=True) for tile in _MANY_ROWS_OF_4_BITS)),
     ),
     "fp32_4bit": (Routed(ALL, ALL, Tile(16, 32, 64, 4, 3), Tile(16, 64, 64, 4, 3)),),
 }
@@ -325,6 +320,8 @@ def layer_tiles(kind: str, T: int, H: int, E: int, K: int, S: int) -> LayerTiles
     rows, slots = T * K / E, T * K
     routed_kind, _, shared_kind = kind.partition("+")
     routed = next(r for r in _ROUTED[routed_kind] if rows <= r.most_rows and slots <= r.most_slots)
+    if T <= ONE_LAUNCH_TOKENS:
+        routed = _for_few_tokens(routed_kind, routed)
     shared = []
     for kernel, columns in (("gemm1", S), ("gemm2", H)):
         tiles = next(tiles for most, tiles in _SHARED[kernel, shared_kind or kind] if most >= T)
@@ -333,6 +330,18 @@ def layer_tiles(kind: str, T: int, H: int, E: int, K: int, S: int) -> LayerTiles
     one = one_launch(kind, T, routed.gemm1, routed.gemm2)
     overlaps = one and slots <= OVERLAPPING_SLOTS and rows <= _ROUTED[routed_kind][0].most_rows
     return LayerTiles(routed.gemm1, routed.gemm2, shared[0], shared[1], overlaps, one)
+
+
+def _for_few_tokens(kind: str, routed: Routed) -> Routed:
+    """Without the persistent products of four bits: few tokens' products can be one launch."""
+    if kind != "4bit":
+        return routed
+    gemm1, gemm2 = (tile._replace(persistent=False) for tile in (routed.gemm1, routed.gemm2))
+    return routed._replace(gemm1=gemm1, gemm2=gemm2)
+
+
+def _of_few_tokens(kind: str) -> tuple[Routed, ...]:
+    return tuple(_for_few_tokens(kind, routed) for routed in _ROUTED[kind])
 
 
 def _columns(tile: Tile) -> int:
@@ -346,7 +355,7 @@ def layer_variants(kind: str) -> tuple[LayerTiles, ...]:
     So too those that can be of one launch, and those that can overlap.
     """
     routed_kind, _, shared_kind = kind.partition("+")
-    routed = _ROUTED[routed_kind]
+    routed = tuple(dict.fromkeys(_ROUTED[routed_kind] + _of_few_tokens(routed_kind)))
 
     def variants(routed: Sequence[Routed], most: float, *, overlaps: bool, one: bool) -> list[LayerTiles]:
         tables = [_SHARED[kernel, shared_kind or kind] for kernel in ("gemm1", "gemm2")]
