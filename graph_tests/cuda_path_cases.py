@@ -26,8 +26,8 @@ from dsmoe_op.schedule import Launch, Step, Wait
 assert INTERPRET
 
 BUFFERS = (
-    "logits", "counters", "offsets", "sorted_slot", "row_of", "blocks", "taken", "arrivals", "parts", "slot_ids",
-    "slot_weights", "h", "y", "gate", "shared_h", "shared", "out",
+    "logits", "counters", "offsets", "sorted_slot", "row_of", "blocks", "taken", "arrivals", "parts", "x_ordered",
+    "slot_ids", "slot_weights", "h", "y", "gate", "shared_h", "shared", "out",
 )  # fmt: skip
 SCHEDULES = ("serial", "dual", "dual_shared_main", "fused")
 CONFIGS = {
