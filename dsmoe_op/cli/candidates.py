@@ -172,7 +172,8 @@ def tiles(shape: Shape, T: int) -> Candidates:
 def _others(name: str, shape: Shape, T: int) -> Iterable[Tile]:
     shared, kernel, layer_kind = name in SHARED, name.removeprefix("shared_"), layer_shape(shape).kind
     kind = product_kind(layer_kind, name)
-    few, many = T <= _FEW_TOKENS, T > _FEW_TOKENS
+    few_tokens = T <= _FEW_TOKENS
+    few, many = few_tokens, not few_tokens
     if not shared:
         few |= T * shape.K / shape.E <= _FEW
     least, most = 1, max(16, 1 << (T - 1).bit_length())  # rows that a tile can use
@@ -180,9 +181,8 @@ def _others(name: str, shape: Shape, T: int) -> Iterable[Tile]:
         least = 32 if T <= 256 else 64
     own = [getattr(variant, name) for variant in tuning.layer_variants(layer_kind)]
     for tile in (*_FEW_ROWS[kind, kernel] * few, *_MANY_ROWS[kind, kernel] * many, *own):
-        routed_alone = tile.tail or (tile.persistent and kind == "4bit")
-        alone = tile.persistent and kind == "4bit" and T <= _FEW_TOKENS  # where the products are one launch
-        if least <= tile.block_m <= most and not (shared and routed_alone) and not alone:
+        coded = tile.persistent and kind == "4bit"  # of routed experts, and of no tokens whose products are one launch
+        if least <= tile.block_m <= most and not (shared and (tile.tail or coded)) and not (few_tokens and coded):
             yield tile
 
 

@@ -172,7 +172,7 @@ def _twice(t_NG):
 
 
 @triton.jit
-def _halves_of(pair, DTYPE: tl.constexpr):
+def halves_of(pair, DTYPE: tl.constexpr):
     """int32 [..] -> [.., 2]: its low and its high half."""
     low = pair.to(tl.int16).to(DTYPE, bitcast=True)
     return tl.join(low, (pair >> 16).to(tl.int16).to(DTYPE, bitcast=True))
@@ -213,7 +213,7 @@ def _unpacked(word, there, zero_NG, scale_NG, NAME: tl.constexpr, DTYPE: tl.cons
             p0, p1, p2, p3 = tl.inline_asm_elementwise(
                 ASM, "=&r,=&r,=&r,=&r,r,r", [word, scale], (tl.int32, tl.int32, tl.int32, tl.int32), True, 1
             )
-        n0, n1, n2, n3 = (_halves_of(p0, DTYPE), _halves_of(p1, DTYPE), _halves_of(p2, DTYPE), _halves_of(p3, DTYPE))
+        n0, n1, n2, n3 = (halves_of(p0, DTYPE), halves_of(p1, DTYPE), halves_of(p2, DTYPE), halves_of(p3, DTYPE))
     else:
         zero = tl.full([], 8.0, tl.float32)
         if zero_NG is not None:

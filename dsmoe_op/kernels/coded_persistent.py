@@ -30,17 +30,20 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from dsmoe_op.config import MoEConfig
 from dsmoe_op.formats import FORMATS
-from dsmoe_op.kernels.coded import Coded, unpacking
+from dsmoe_op.kernels.coded import Coded, halves_of, unpacking
 from dsmoe_op.kernels.epilogue import activate
 from dsmoe_op.kernels.launch import launch
 from dsmoe_op.kernels.ring import (
     gather,
+    in_two,
     is_hopper,
     item_at,
     load_box,
     multiprocessors,
     next_buffer,
+    read_rows,
     reinterpret,
+    ring_of,
     take_item,
     tell,
     told,
@@ -173,11 +176,7 @@ def _produce(
         item = take_item(taken_ptr, item)
         next_expert, next_row, next_end, next_tile = item_at(blocks_ptr, num_blocks, N, item, TILES, BLOCK_M)
         rows = row + m
-        if sorted_slot_ptr is None:
-            read = gl.where(rows < end, rows, 0)
-        else:
-            read = gl.load(sorted_slot_ptr + rows, mask=rows < end, other=0) // K
-        a_rows = a_ptr + read.to(gl.int64) * INNER
+        a_rows = a_ptr + read_rows(sorted_slot_ptr, rows, end, K) * INNER
         column = tile * WIDE
         for start in range(0, INNER, STEP):
             mbarrier.wait(empty.index(s), phase)
@@ -239,14 +238,6 @@ def _of_groups(words, groups):
 
 
 @gluon.jit
-def _in_two(t):
-    """The first and the second half of the columns."""
-    M: gl.constexpr = t.shape[0]
-    N: gl.constexpr = t.shape[1]
-    return gl.split(gl.permute(gl.reshape(t, [M, 2, N // 2]), [0, 2, 1]))
-
-
-@gluon.jit
 def _scales(rows_ptr, there, k, STEP: gl.constexpr, GROUP: gl.constexpr, GROUPS: gl.constexpr):
     """Of step k: [64, COUNT], at least one for each 64 columns; zeros for rows and groups that are not there."""
     COUNT: gl.constexpr = STEP // (GROUP if GROUP < 64 else 64)
@@ -294,31 +285,24 @@ def _numbers(words, scale, NAME: gl.constexpr, DTYPE: gl.constexpr, DOT: gl.cons
         p0, p1, p2, p3 = gl.inline_asm_elementwise(
             ASM, "=&r,=&r,=&r,=&r,r,r", [w3, s3], (gl.int32, gl.int32, gl.int32, gl.int32), True, 1
         )
-    n0 = _halves(p0, DTYPE)
-    n1 = _halves(p1, DTYPE)
-    n2 = _halves(p2, DTYPE)
-    n3 = _halves(p3, DTYPE)
+    n0 = halves_of(p0, DTYPE)
+    n1 = halves_of(p1, DTYPE)
+    n2 = halves_of(p2, DTYPE)
+    n3 = halves_of(p3, DTYPE)
     n = gl.join(gl.join(n0, n1), gl.join(n2, n3))  # [64, G, 8/G, half, j % 2, j // 2]
     n = gl.permute(gl.reshape(n, [64, 2, 4, 2, 2, 2]), [0, 1, 5, 4, 2, 3])
     return gl.convert_layout(gl.reshape(n, [64, 64]), DOT, assert_trivial=True)
 
 
 @gluon.jit
-def _halves(pair, DTYPE: gl.constexpr):
-    """int32 [..] -> [.., 2]: its low and its high half."""
-    low = pair.to(gl.int16).to(DTYPE, bitcast=True)
-    return gl.join(low, (pair >> 16).to(gl.int16).to(DTYPE, bitcast=True))
-
-
-@gluon.jit
 def _panels(t, PANELS: gl.constexpr):
     """The parts of a step that are 64 columns of a: two or four."""
-    first, second = _in_two(t)
+    first, second = in_two(t)
     if PANELS == 2:
         return first, second
     else:
-        p0, p1 = _in_two(first)
-        p2, p3 = _in_two(second)
+        p0, p1 = in_two(first)
+        p2, p3 = in_two(second)
         return p0, p1, p2, p3
 
 
@@ -519,13 +503,7 @@ def _persistent_coded(
     )
     w_words = reinterpret(w_bufs, gl.int32, [4 * STAGES, 64, STEP // 8], WORDS_LAYOUT)
     out_bufs = gl.allocate_shared_memory(out_ptr.dtype.element_ty, [2, BLOCK_M, 64], A_LAYOUT)
-    info = gl.allocate_shared_memory(gl.int32, [4 * STAGES, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(STAGES):
-        mbarrier.init(full.index(i), count=129)
-        mbarrier.init(empty.index(i), count=2)
-    fence_async_shared()
+    info, full, empty = ring_of(STAGES, 1 + 32 * 4)  # the engine's arrival, and one of each thread of the producer
     if ACTIVATION is not None:
         taken_ptr += 1
     gl.warp_specialize(

@@ -32,12 +32,15 @@ from dsmoe_op.kernels.launch import launch
 from dsmoe_op.kernels.ring import (
     GL_DTYPE,
     gather,
+    in_two,
     is_hopper,
     item_at,
     load_box,
     load_scales,
     multiprocessors,
     next_buffer,
+    read_rows,
+    ring_of,
     take_item,
     tell,
     told,
@@ -135,16 +138,6 @@ def gemm1_persistent(
 
 
 @gluon.jit
-def _token(sorted_slot_ptr, rows, end, K: gl.constexpr):
-    """int64 token of each row before `end`."""
-    if sorted_slot_ptr is None:
-        token = gl.where(rows < end, rows, 0)
-    else:
-        token = gl.load(sorted_slot_ptr + rows, mask=rows < end, other=0) // K
-    return token.to(gl.int64)
-
-
-@gluon.jit
 def _produce(
     x_ptr, sorted_slot_ptr, w_desc, blocks_ptr, num_blocks, N, taken_ptr, x_bufs, w_bufs, info, full, empty,
     K: gl.constexpr, COLUMNS: gl.constexpr, INNER: gl.constexpr, BOXES: gl.constexpr, STAGES: gl.constexpr,
@@ -164,7 +157,7 @@ def _produce(
         item = take_item(taken_ptr, item)
         next_expert, next_row, next_end, next_tile = item_at(blocks_ptr, num_blocks, N, item, TILES, 64 * BOXES)
         rows = row + m
-        x_rows = x_ptr + _token(sorted_slot_ptr, rows, end, K) * INNER
+        x_rows = x_ptr + read_rows(sorted_slot_ptr, rows, end, K) * INNER
         column = tile * (2 * PAIRS)
         for start in range(0, INNER, STEP):
             mbarrier.wait(empty.index(s), phase)
@@ -190,14 +183,6 @@ def _produce(
 
 
 @gluon.jit
-def _halves(product):
-    """The products with a consumer's first and second rows of w13."""
-    M: gl.constexpr = product.shape[0]
-    N: gl.constexpr = product.shape[1]
-    return gl.split(gl.permute(gl.reshape(product, [M, 2, N // 2]), [0, 2, 1]))
-
-
-@gluon.jit
 def _begun(x_buf, w_buf, product):
     """The product of 64 rows of x by a consumer's of w13, under way."""
     PAIRS: gl.constexpr = w_buf.shape[1]
@@ -209,7 +194,7 @@ def _begun(x_buf, w_buf, product):
 @gluon.jit
 def _added(gate, up, product, x_scale, gate_scale, up_scale, SCALES: gl.constexpr):
     """A step's product added to the sums."""
-    first, second = _halves(product)
+    first, second = in_two(product)
     if SCALES == "fp8_block":
         gate = gate + first * gl.expand_dims(x_scale * gate_scale, 1)
         up = up + second * gl.expand_dims(x_scale * up_scale, 1)
@@ -229,7 +214,7 @@ def _sums(
     x_ptrs, there: where the scales of the 64 rows' steps begin, and which rows there are; x_ptrs2, there2: the others'.
     gate_ptr, up_ptr: where those of w13's steps begin. Returned too: product, s and phase, for the next item.
     """
-    zero, _ = _halves(product)
+    zero, _ = in_two(product)
     gate = gl.zeros_like(zero)
     up = gl.zeros_like(zero)
     gate2, up2 = gate, up
@@ -315,7 +300,7 @@ def _consume(
     )
     # Never read before a product has replaced it. Outside the loop, so that no item has to clear it.
     product = gl.zeros([64, 2 * PAIRS], gl.float32, LAYOUT)
-    zero, _ = _halves(product)
+    zero, _ = in_two(product)
     m = gl.arange(0, 64, layout=gl.SliceLayout(1, zero.type.layout))
     mbarrier.wait(full.index(0), 0)
     expert, row, end, tile = told(info, 0)
@@ -324,7 +309,7 @@ def _consume(
     while expert >= 0:
         column = (2 * tile + WHICH) * PAIRS
         rows = row + m
-        tokens = _token(sorted_slot_ptr, rows, end, K)
+        tokens = read_rows(sorted_slot_ptr, rows, end, K)
         x_ptrs = x_scale_ptr + tokens * STEPS
         in_scales = gl.where(column < COLUMNS, column, 0)  # a box beyond the last column has none
         gate_row = expert.to(gl.int64) * SCALE_ROWS + in_scales // STEP
@@ -341,7 +326,7 @@ def _consume(
             )  # fmt: skip
         else:
             rows2 = rows + 64
-            tokens2 = _token(sorted_slot_ptr, rows2, end, K)
+            tokens2 = read_rows(sorted_slot_ptr, rows2, end, K)
             gate, up, gate2, up2, product, s, phase = _sums(
                 x_bufs, w_bufs, full, empty, s, phase, product, x_ptrs, x_scale_ptr + tokens2 * STEPS, rows < end,
                 rows2 < end, gate_ptr, up_ptr, WHICH, 2, STEPS, STAGES, SCALES,
@@ -394,13 +379,7 @@ def _persistent_gemm1(
     X_LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64 * BOXES, STEP], DTYPE)
     x_bufs = gl.allocate_shared_memory(DTYPE, [STAGES, 64 * BOXES, STEP], X_LAYOUT)
     w_bufs = gl.allocate_shared_memory(DTYPE, [2 * STAGES, 2, w_desc.block_shape[1], STEP], w_desc.layout)
-    info = gl.allocate_shared_memory(gl.int32, [4 * STAGES, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(STAGES):
-        mbarrier.init(full.index(i), count=129)
-        mbarrier.init(empty.index(i), count=2)
-    fence_async_shared()
+    info, full, empty = ring_of(STAGES, 1 + 32 * 4)  # the engine's arrival, and one of each thread of the producer
     if taken_ptr is not None:
         taken_ptr += 1
     gl.warp_specialize(

@@ -35,12 +35,14 @@ from dsmoe_op.kernels.launch import launch
 from dsmoe_op.kernels.ring import (
     GL_DTYPE,
     buffer_before,
+    in_two,
     is_hopper,
     item_at,
     load_box,
     load_scales,
     multiprocessors,
     next_buffer,
+    ring_of,
     store_box,
     take_item,
     tell,
@@ -247,7 +249,7 @@ def _consume(
                 if SCALES == "fp8_channel":
                     acc = _of_rows(acc, h_scale_ptr, w_scale_ptr, expert, rows, end, column, COLUMNS)
             if W_ROWS == 256:
-                left, right = gl.split(gl.permute(gl.reshape(acc, [64, 2, 128]), [0, 2, 1]))
+                left, right = in_two(acc)
                 if bias_ptr is not None:
                     bias = bias_ptr + expert * COLUMNS
                     left = _add_bias(left, bias, column, COLUMNS)
@@ -346,13 +348,7 @@ def _persistent_gemm2(
         DTYPE, [W_BOXES * STAGES, w_desc.block_shape[0], w_desc.block_shape[1]], w_desc.layout
     )
     out_bufs = gl.allocate_shared_memory(y_desc.dtype, [2, y_desc.block_shape[0], y_desc.block_shape[1]], y_desc.layout)
-    info = gl.allocate_shared_memory(gl.int32, [4 * STAGES, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(STAGES):
-        mbarrier.init(full.index(i), count=1)
-        mbarrier.init(empty.index(i), count=2)
-    fence_async_shared()
+    info, full, empty = ring_of(STAGES, 1)
     gl.warp_specialize(
         [
             (

@@ -13,7 +13,7 @@ import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
-from triton.experimental.gluon.language.nvidia.hopper import tma
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 from triton.runtime.driver import driver
 
 # Names that changed after Triton 3.6.
@@ -49,6 +49,19 @@ def multiprocessors(device: torch.device) -> int:
 
 
 @gluon.jit
+def ring_of(STAGES: gl.constexpr, ARRIVALS: gl.constexpr):
+    """For so many buffers: info, full and empty. A buffer is full by so many arrivals, and empty by two consumers'."""
+    info = gl.allocate_shared_memory(gl.int32, [4 * STAGES, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(STAGES):
+        mbarrier.init(full.index(i), count=ARRIVALS)
+        mbarrier.init(empty.index(i), count=2)
+    fence_async_shared()
+    return info, full, empty
+
+
+@gluon.jit
 def next_buffer(s, phase, STAGES: gl.constexpr):
     """The ring's next buffer, and the parity of its barriers."""
     wraps = s == STAGES - 1
@@ -79,6 +92,16 @@ def item_at(blocks_ptr, num_blocks, N, item, TILES: gl.constexpr, BLOCK_M: gl.co
 
 
 @gluon.jit
+def read_rows(sorted_slot_ptr, rows, end, K: gl.constexpr):
+    """int64: what each row before `end` is gathered from, its slot's token or, without slots, itself."""
+    if sorted_slot_ptr is None:
+        read = gl.where(rows < end, rows, 0)
+    else:
+        read = gl.load(sorted_slot_ptr + rows, mask=rows < end, other=0) // K
+    return read.to(gl.int64)
+
+
+@gluon.jit
 def take_item(taken_ptr, item):
     """The one after `item` of this program: of a counter that all share, or without one in turn."""
     if taken_ptr is None:
@@ -106,6 +129,14 @@ def told(info, s):
     end = gl.max(info.index(s * 4 + 2).load(layout), 0)
     tile = gl.max(info.index(s * 4 + 3).load(layout), 0)
     return expert, row, end, tile
+
+
+@gluon.jit
+def in_two(t):
+    """The first and the second half of the columns."""
+    M: gl.constexpr = t.shape[0]
+    N: gl.constexpr = t.shape[1]
+    return gl.split(gl.permute(gl.reshape(t, [M, 2, N // 2]), [0, 2, 1]))
 
 
 @gluon.jit

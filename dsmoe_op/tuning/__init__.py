@@ -340,10 +340,6 @@ def _for_few_tokens(kind: str, routed: Routed) -> Routed:
     return routed._replace(gemm1=gemm1, gemm2=gemm2)
 
 
-def _of_few_tokens(kind: str) -> tuple[Routed, ...]:
-    return tuple(_for_few_tokens(kind, routed) for routed in _ROUTED[kind])
-
-
 def _columns(tile: Tile) -> int:
     """Columns that a program takes at once; a persistent one has 128 or more, whatever those of its place are."""
     return max(tile.block_n, 128) if tile.persistent else tile.block_n
@@ -355,7 +351,8 @@ def layer_variants(kind: str) -> tuple[LayerTiles, ...]:
     So too those that can be of one launch, and those that can overlap.
     """
     routed_kind, _, shared_kind = kind.partition("+")
-    routed = tuple(dict.fromkeys(_ROUTED[routed_kind] + _of_few_tokens(routed_kind)))
+    few_tokens = (_for_few_tokens(routed_kind, routed) for routed in _ROUTED[routed_kind])
+    routed = tuple(dict.fromkeys((*_ROUTED[routed_kind], *few_tokens)))
 
     def variants(routed: Sequence[Routed], most: float, *, overlaps: bool, one: bool) -> list[LayerTiles]:
         tables = [_SHARED[kernel, shared_kind or kind] for kernel in ("gemm1", "gemm2")]
