@@ -263,15 +263,15 @@ def instructions(kernel: Any, folder) -> list[tuple[int, str]]:
     return [(int(address, 16), instruction) for address, instruction in found]
 
 
-def product_loops(kernel: Any, folder) -> list[list[str]]:
-    """The instructions of each loop that has matrix instructions, inner loops before outer ones."""
+def product_loops(kernel: Any, folder, product: str = "GMMA") -> list[list[str]]:
+    """The instructions of each loop that has matrix instructions of that name, inner loops before outer ones."""
     code = instructions(kernel, folder)
     found = []
     for address, text in code:
         target = re.search(r"BRA\S*.* 0x([0-9a-f]+)", text)
         if target is not None and int(target[1], 16) < address:
             body = [one for at, one in code if int(target[1], 16) <= at <= address]
-            if any("GMMA" in one for one in body):
+            if any(product in one for one in body):
                 found.append(body)
     return sorted(found, key=len)
 

@@ -38,6 +38,7 @@ from sm90 import (  # noqa: E402
     matrix_instructions,
     named,
     product_loops,
+    registers,
     serialises,
     stack_bytes,
 )
@@ -45,7 +46,7 @@ from sm90 import (  # noqa: E402
 from dsmoe_op import formats, kernels, schedule, tuning  # noqa: E402
 from dsmoe_op.cli import arguments, candidates, compiling, shapes  # noqa: E402
 from dsmoe_op.config import MoEConfig  # noqa: E402
-from dsmoe_op.kernels import coded_persistent, gemm1_persistent, gemm2_persistent  # noqa: E402
+from dsmoe_op.kernels import coded_few, coded_persistent, gemm1_persistent, gemm2_persistent  # noqa: E402
 from dsmoe_op.kernels.launch import INTERPRET  # noqa: E402
 from dsmoe_op.tuning import LayerTiles, Tile  # noqa: E402
 from dsmoe_op.tuning.tile import ONE_LAUNCH_KINDS  # noqa: E402
@@ -362,8 +363,10 @@ def products_of_4_bits(
 ) -> None:  # fmt: skip
     """Launches of the routed experts' products, with rows in the order of codes or the ordinary ones of the same tiles.
 
-    H and I are whole groups. options: of `coded_weight`.
+    Blocks of 16 rows take rows as they are. H and I are whole groups. options: of `coded_weight`.
     """
+    tiles = {what: PERSISTENT_4BIT[block_m, what]._replace(persistent=ordered or block_m > 16) for what in products}
+    ordered &= block_m > 16
     T, E, least = 70, 8, max(group, 32)
     H, I = H or 2048 - least, I or 11 * least
     N, layer = T * config.top_k, Layer(T=T, H=H, I=I, E=E, config=config, dtype=dtype)
@@ -374,14 +377,14 @@ def products_of_4_bits(
         R, interleaved = (1 + config.gated) * I, config.w13_order == "interleaved"
         w13 = coded_weight(name, E, R, H, 1 + config.gated, interleaved=interleaved, **options)
         kernels.gemm1(
-            layer.x, tile=PERSISTENT_4BIT[block_m, "gemm1"], w13=w13["q"], coded=w13["coded"],
+            layer.x, tile=tiles["gemm1"], w13=w13["q"], coded=w13["coded"],
             w13_bias=layer.tensor(E, R, dtype=bias) if bias else None, sorted_slot_N=rows.sorted_slot_N,
             h_NI=layer.tensor(N, I), x_ordered=layer.x if ordered else None, **args,
         )  # fmt: skip
     if "gemm2" in products:
         w2 = coded_weight(name, E, H, I, 1, **options)
         kernels.gemm2(
-            tile=PERSISTENT_4BIT[block_m, "gemm2"], w2=w2["q"], coded=w2["coded"],
+            tile=tiles["gemm2"], w2=w2["q"], coded=w2["coded"],
             w2_bias=layer.tensor(E, H, dtype=bias) if bias else None, offsets=rows.offsets, h_NI=layer.tensor(N, I),
             y_NH=layer.tensor(N, H), h_is_ordered=ordered, **args,
         )  # fmt: skip
@@ -389,7 +392,7 @@ def products_of_4_bits(
 
 def check_persistent_coded(kernel: Any, block_m: int, name: str, folder) -> None:
     """It fits, keeps all numbers in registers, and multiplies codes from there without a wait for each product."""
-    step, stages = {16: (256, 5), 32: (256, 4), 64: (128, 6), 128: (128, 4)}[block_m]
+    step, stages = {32: (256, 4), 64: (128, 6), 128: (128, 4)}[block_m]
     assert kernel.metadata.name == "_persistent_coded"
     assert kernel.metadata.shared <= SHARED_MEMORY
     assert stack_bytes(kernel, folder) <= (ASIDE if block_m == 128 else 0)
@@ -411,9 +414,51 @@ def check_persistent_coded(kernel: Any, block_m: int, name: str, folder) -> None
     assert not kernel.metadata.launch_pdl
 
 
+def check_few_coded(kernel: Any, rows: int, name: str, folder) -> None:
+    """A program of one warp, of which an SM has room for fourteen or more, and whose operands stay in their threads."""
+    assert kernel.metadata.name == "_few_coded"
+    assert kernel.metadata.num_warps == 1
+    assert 14 * (kernel.metadata.shared + 1024) <= 228 * 1024
+    assert stack_bytes(kernel, folder) == 0
+    assert 14 * 32 * registers(kernel, folder) <= 65536
+    ptx = kernel.asm["ptx"]
+    products = re.findall(r"mma\.sync\.aligned\.m16n8k16\.row\.col\.f32\.(\w+)\.\w+\.f32", ptx)
+    assert products == [name] * (rows // 16 * 256 // 16)
+    assert "wgmma" not in ptx
+    assert "cp.async.bulk.tensor.3d" in ptx
+    assert "st.shared.b" not in re.sub(r"(?m)^.*@.*st\.shared\.b64.*$", "", ptx)  # a barrier's beginning alone
+    assert "shfl" not in ptx
+    assert "griddepcontrol" not in ptx
+    assert not kernel.metadata.launch_pdl
+
+
+OAI = MoEConfig(top_k=4, w13_order="interleaved", activation="swiglu_oai", clamp_routed=7.0)
+GELU, GELU_TANH = MoEConfig(top_k=4, w13_order="up_gate", activation="gelu"), MoEConfig(top_k=8, activation="gelu_tanh")
+FEW_ROWS_4BIT = [
+    (("int4", 32), 7168, 256, {"bias": None}),
+    (("int4", 64), 64, 192, {}),  # no whole step
+    (("int4", 128), 2944, 384, {"dtype": FP16}),
+    (("mxfp4", 32), 2880, 2880, {"config": OAI, "bias": BF16}),
+    (("nvfp4", 16), 2048, 512, {"config": GELU}),
+    (("nvfp4", 16), 1024, 1408, {"config": GELU_TANH, "dtype": FP16, "bias": FP16}),
+]
+
+
+@pytest.mark.parametrize(("form", "H", "I", "options"), FEW_ROWS_4BIT, ids=str)
+def test_the_products_of_four_bits_and_few_rows_are_warps_on_their_own(compiled, tmp_path, form, H, I, options):
+    def launch() -> None:
+        with kernels.overlapping(True, True):  # an ordinary launch, whatever it is asked for
+            products_of_4_bits(16, *form, H=H, I=I, **options)
+
+    kernels.compile_together(launch)
+    assert len(compiled) == 2
+    for kernel, rows in zip(compiled, (32, 64 if I <= 256 else 32), strict=True):
+        check_few_coded(kernel, rows, "f16" if options.get("dtype") == FP16 else "bf16", tmp_path)
+
+
 @pytest.mark.parametrize(
     ("block_m", "name", "group"),
-    [*((block_m, "int4", 32) for block_m in (16, 32, 64)), *((128, *form) for form in FORMS_4BIT)],
+    [*((block_m, "int4", 32) for block_m in (32, 64)), *((128, *form) for form in FORMS_4BIT)],
 )
 def test_the_persistent_products_of_four_bits_fit_and_decode_while_others_run(compiled, tmp_path, block_m, name, group):
     def launch() -> None:
@@ -431,7 +476,7 @@ def test_the_persistent_products_of_four_bits_fit_and_decode_while_others_run(co
     ("block_m", "given", "options"),
     [
         (128, ("int4", 128, ("gemm1", "gemm2")), {"H": 2944, "I": 384, "dtype": FP16, "bias": None}),
-        (64, ("nvfp4", 16, ("gemm1",)), {"config": MoEConfig(top_k=4, w13_order="up_gate", activation="gelu")}),
+        (64, ("nvfp4", 16, ("gemm1",)), {"config": GELU}),
         (
             32,
             ("nvfp4", 16, ("gemm1", "gemm2")),
@@ -440,10 +485,8 @@ def test_the_persistent_products_of_four_bits_fit_and_decode_while_others_run(co
         (
             128,
             ("mxfp4", 32, ("gemm1",)),
-            {"config": MoEConfig(top_k=4, w13_order="interleaved", activation="swiglu_oai", clamp_routed=7.0),
-             "H": 2880, "I": 2880, "bias": BF16},
+            {"config": OAI, "H": 2880, "I": 2880, "bias": BF16},
         ),
-        (16, ("int4", 32, ("gemm1", "gemm2")), {"H": 7168, "I": 256, "bias": None}),
         (64, ("int4", 64, ("gemm1", "gemm2")), {"H": 64, "I": 192}),  # no whole step
         (32, ("mxfp4", 32, ("gemm2",)), {"config": MoEConfig(top_k=8, activation="relu2")}),
     ],
@@ -524,16 +567,19 @@ def test_the_persistent_products_of_four_bits_say_what_they_take(name, change, t
     rows = {"fp16 rows": FP16, "float32 rows": FP32}.get(change, BF16)
     for halves, config in ((2, V3), (1, None)):
         w = changed_weight(name, 3, 128, C, halves, change)
-        for block_m in (16, 32, 64, 128):
-            assert coded_persistent.takes(w["q"], rows, block_m, w["coded"], config) == taken
-        for block_m in (8, 256):
-            assert not coded_persistent.takes(w["q"], rows, block_m, w["coded"], config)
+        for block_m in (8, 16, 32, 64, 128, 256):
+            many, few = (
+                module.takes(w["q"], rows, block_m, w["coded"], config) for module in (coded_persistent, coded_few)
+            )
+            assert many == (taken and block_m in (32, 64, 128))
+            assert few == (taken and block_m == 16)
     w13 = changed_weight(name, 3, 128, C, 2, change)
     for config in (
         MoEConfig(top_k=1, apply_router_weight_on_input=True),
         MoEConfig(top_k=2, activation="relu2"),
     ):
         assert not coded_persistent.takes(w13["q"], rows, 64, w13["coded"], config)
+        assert not coded_few.takes(w13["q"], rows, 16, w13["coded"], config)
 
 
 def test_the_persistent_products_of_four_bits_take_no_groups_of_whole_rows_and_no_other_format():
@@ -962,5 +1008,6 @@ def test_other_gpus_than_hoppers_take_the_products_without_gluon(monkeypatch) ->
         for module in (coded_persistent, gemm1_persistent, gemm2_persistent):
             monkeypatch.setattr(module, "is_hopper", lambda device, it=hopper: it)
         assert coded_persistent.takes(four_bits["q"], BF16, 64, four_bits["coded"], V3) == hopper
+        assert coded_few.takes(four_bits["q"], BF16, 16, four_bits["coded"], V3) == hopper
         assert gemm2_persistent.takes(w2) == hopper
         assert gemm1_persistent.takes(w13, 64, V3, coded, shared=False) == hopper

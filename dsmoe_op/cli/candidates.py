@@ -43,7 +43,7 @@ _FEW_ROWS: dict[tuple[str, str], tuple[Tile, ...]] = {
         Tile(16, 16, 256, 4, 4, swap=True),
         Tile(32, 32, 256, 4, 3, swap=True),
         Tile(32, 64, 128, 4, 4, swap=True),
-        Tile(16, 64, 256, 4, 3, swap=True, persistent=True),
+        Tile(16, 32, 256, 4, 3, swap=True, persistent=True),
         Tile(32, 64, 128, 4, 4, swap=True, persistent=True),
     ),
     ("4bit", "gemm2"): (
@@ -181,8 +181,9 @@ def _others(name: str, shape: Shape, T: int) -> Iterable[Tile]:
         least = 32 if T <= 256 else 64
     own = [getattr(variant, name) for variant in tuning.layer_variants(layer_kind)]
     for tile in (*_FEW_ROWS[kind, kernel] * few, *_MANY_ROWS[kind, kernel] * many, *own):
-        coded = tile.persistent and kind == "4bit"  # of routed experts, and of no tokens whose products are one launch
-        if least <= tile.block_m <= most and not (shared and (tile.tail or coded)) and not (few_tokens and coded):
+        coded = tile.persistent and kind == "4bit"  # of routed experts; of few tokens with few rows
+        refused = (shared and (tile.tail or coded)) or (few_tokens and coded and tile.block_m > 16)
+        if least <= tile.block_m <= most and not refused:
             yield tile
 
 
@@ -196,15 +197,14 @@ def schedules(shape: Shape) -> tuple[str, ...]:
 def choices(shape: Shape, T: int, best: LayerTiles) -> tuple[Choice, ...]:
     """Layers to time: the heuristic's, and the best tiles, or such as do together, in each schedule."""
     kind = layer_shape(shape).kind
-    one_launch = tuning.one_launch(kind, T, best.gemm1, best.gemm2)
-    pairs = [(best.gemm1, best.gemm2)]
-    if one_launch:
-        pairs += [pair for pair in _TOGETHER[product_kind(kind, "gemm1")] if pair[0].block_m >= min(T, 16)]
-        pairs += [(split, gemm2) for gemm1, gemm2 in pairs for split in _split(gemm1, shape, T)]
+    together = _TOGETHER.get(product_kind(kind, "gemm1"), ())
+    pairs = [(best.gemm1, best.gemm2), *(pair for pair in together if pair[0].block_m >= min(T, 16))]
+    one = [pair for pair in pairs if tuning.one_launch(kind, T, *pair)]
+    one += [(split, gemm2) for gemm1, gemm2 in one for split in _split(gemm1, shape, T)]
     overlaps = (False, True) if T <= OVERLAPPING_UP_TO else (False,)
     found = [
-        Choice(best._replace(gemm1=gemm1, gemm2=gemm2, overlaps=o, one_launch=one_launch), schedule)
-        for gemm1, gemm2 in dict.fromkeys(pairs)
+        Choice(best._replace(gemm1=gemm1, gemm2=gemm2, overlaps=o, one_launch=(gemm1, gemm2) in one), schedule)
+        for gemm1, gemm2 in dict.fromkeys((pairs[0], *one))
         for schedule in schedules(shape)
         for o in overlaps
     ]

@@ -30,6 +30,7 @@ _LABELS = {
     "_persistent_gemm1": "product",
     "_persistent_gemm2": "product",
     "_persistent_coded": "product",
+    "_few_coded": "product",
     "_zero_rows": "GEMM2",
     "_finalize": "finalize",
 }

@@ -52,12 +52,12 @@ from dsmoe_op.kernels.ring import (
 _ROWS = 64
 """Rows of w in one product of a consumer, which has two."""
 _CONSUMER_REGISTERS, _PRODUCER_REGISTERS = 224, 56
-_RING = {16: (256, 5), 32: (256, 4), 64: (128, 6), 128: (128, 4)}
+_RING = {32: (256, 4), 64: (128, 6), 128: (128, 4)}
 """Columns of a step, and buffers, by the rows of a block."""
 
 
-def takes(w: Tensor, rows_dtype: torch.dtype, block_m: int, coded: Coded, config: MoEConfig | None = None) -> bool:
-    """Whether their GPU has Hopper's matrix unit, and this kernel multiplies these weights by such rows.
+def decodes(w: Tensor, rows_dtype: torch.dtype, coded: Coded, config: MoEConfig | None = None) -> bool:
+    """Whether their GPU has Hopper's units, and kernels that fetch codes by the copy engine can decode these weights.
 
     The weights are of four bits, contiguous, aligned to 16 bytes, without zero points, with groups of 16 to 128 columns
     and scales that the dtype of the rows has exactly; their rows are multiples of 32 columns, and of int4 whole groups:
@@ -69,7 +69,7 @@ def takes(w: Tensor, rows_dtype: torch.dtype, block_m: int, coded: Coded, config
         config: of a GEMM 1.
     """
     form = coded.form
-    if form is None or coded.scale is None or FORMATS[form[0]].bits != 4 or block_m not in _RING:
+    if form is None or coded.scale is None or FORMATS[form[0]].bits != 4:
         return False
     scale = coded.scale.dtype
     exact = scale in (rows_dtype, torch.float8_e4m3fn) or (scale == torch.uint8 and rows_dtype == torch.bfloat16)
@@ -79,6 +79,11 @@ def takes(w: Tensor, rows_dtype: torch.dtype, block_m: int, coded: Coded, config
     aligned = w.data_ptr() % 16 == 0 and w.shape[-1] % 16 == 0
     whole = form[0] != "int4" or 2 * w.shape[-1] % form[1] == 0
     return exact and plain and whole and aligned and w.dim() == 3 and w.is_contiguous() and is_hopper(w.device)
+
+
+def takes(w: Tensor, rows_dtype: torch.dtype, block_m: int, coded: Coded, config: MoEConfig | None = None) -> bool:
+    """Whether this kernel multiplies these weights by such rows: as `decodes` says, in blocks of 32, 64 or 128."""
+    return block_m in _RING and decodes(w, rows_dtype, coded, config)
 
 
 def coded_persistent(
@@ -256,7 +261,7 @@ def _scales(rows_ptr, there, k, STEP: gl.constexpr, GROUP: gl.constexpr, GROUPS:
 
 
 @gluon.jit
-def _doubled(scales, DTYPE: gl.constexpr):
+def doubled(scales, DTYPE: gl.constexpr):
     """int32: scales in a dtype that has them exactly, in both halves."""
     if scales.dtype == gl.uint8:  # a power of two
         bits = gl.where(scales == 0, 0x0040, scales.to(gl.int16) << 7)  # 2^-127 is subnormal
@@ -267,30 +272,35 @@ def _doubled(scales, DTYPE: gl.constexpr):
 
 
 @gluon.jit
-def _numbers(words, scale, NAME: gl.constexpr, DTYPE: gl.constexpr, DOT: gl.constexpr):
-    """[64, 64] numbers of [64, 8] words, columns in the order of `in_order`; scale is int32 [64, groups], doubled."""
-    G: gl.constexpr = scale.shape[1]
+def numbers(words, scale, NAME: gl.constexpr, DTYPE: gl.constexpr):
+    """[.., half, j % 2, j // 2] numbers of codes j and j + 4 of words [..]; scale, doubled, broadcasts with these."""
     ASM: gl.constexpr = unpacking(NAME, DTYPE)
-    LAYOUT: gl.constexpr = _of_groups(8, G)
-    w3 = gl.convert_layout(gl.reshape(words, [64, G, 8 // G]), LAYOUT, assert_trivial=True)
-    s3 = gl.expand_dims(gl.convert_layout(scale, gl.SliceLayout(2, LAYOUT), assert_trivial=True), 2)
-    w3, s3 = gl.broadcast(w3, s3)
+    words, scale = gl.broadcast(words, scale)
     if NAME == "int4":
         # The bits of -136 or -1032, twice: a code is among the mantissa's bits of 128 or 1024, and 8 stands for 0.
-        zero = gl.full_like(w3, -0x3CF73CF8 if DTYPE == gl.bfloat16 else -0x1BF71BF8)
+        zero = gl.full_like(words, -0x3CF73CF8 if DTYPE == gl.bfloat16 else -0x1BF71BF8)
         p0, p1, p2, p3 = gl.inline_asm_elementwise(
-            ASM, "=&r,=&r,=&r,=&r,r,r,r", [w3, s3, zero], (gl.int32, gl.int32, gl.int32, gl.int32), True, 1
+            ASM, "=&r,=&r,=&r,=&r,r,r,r", [words, scale, zero], (gl.int32, gl.int32, gl.int32, gl.int32), True, 1
         )
     else:
         p0, p1, p2, p3 = gl.inline_asm_elementwise(
-            ASM, "=&r,=&r,=&r,=&r,r,r", [w3, s3], (gl.int32, gl.int32, gl.int32, gl.int32), True, 1
+            ASM, "=&r,=&r,=&r,=&r,r,r", [words, scale], (gl.int32, gl.int32, gl.int32, gl.int32), True, 1
         )
     n0 = halves_of(p0, DTYPE)
     n1 = halves_of(p1, DTYPE)
     n2 = halves_of(p2, DTYPE)
     n3 = halves_of(p3, DTYPE)
-    n = gl.join(gl.join(n0, n1), gl.join(n2, n3))  # [64, G, 8/G, half, j % 2, j // 2]
-    n = gl.permute(gl.reshape(n, [64, 2, 4, 2, 2, 2]), [0, 1, 5, 4, 2, 3])
+    return gl.join(gl.join(n0, n1), gl.join(n2, n3))
+
+
+@gluon.jit
+def _operand(words, scale, NAME: gl.constexpr, DTYPE: gl.constexpr, DOT: gl.constexpr):
+    """[64, 64] numbers of [64, 8] words, columns in the order of `in_order`; scale is int32 [64, groups], doubled."""
+    G: gl.constexpr = scale.shape[1]
+    LAYOUT: gl.constexpr = _of_groups(8, G)
+    w3 = gl.convert_layout(gl.reshape(words, [64, G, 8 // G]), LAYOUT, assert_trivial=True)
+    s3 = gl.expand_dims(gl.convert_layout(scale, gl.SliceLayout(2, LAYOUT), assert_trivial=True), 2)
+    n = gl.permute(gl.reshape(numbers(w3, s3, NAME, DTYPE), [64, 2, 4, 2, 2, 2]), [0, 1, 5, 4, 2, 3])
     return gl.convert_layout(gl.reshape(n, [64, 64]), DOT, assert_trivial=True)
 
 
@@ -338,11 +348,11 @@ def _products(
         # every product wait for the one before.
         for p in gl.static_range(PANELS):
             a = a_bufs.index(PANELS * s + p).permute([1, 0])
-            first_w = _numbers(first_words[p], _doubled(of_first[p], DTYPE), NAME, DTYPE, DOT)
+            first_w = _operand(first_words[p], doubled(of_first[p], DTYPE), NAME, DTYPE, DOT)
             first = warpgroup_mma(first_w, a, first, is_async=True)
             if p > 0:
                 second, second_w = warpgroup_mma_wait(1, deps=[second, second_w])
-            second_w = _numbers(second_words[p], _doubled(of_second[p], DTYPE), NAME, DTYPE, DOT)
+            second_w = _operand(second_words[p], doubled(of_second[p], DTYPE), NAME, DTYPE, DOT)
             second = warpgroup_mma(second_w, a, second, is_async=True)
             first, first_w = warpgroup_mma_wait(1, deps=[first, first_w])
         second, second_w = warpgroup_mma_wait(0, deps=[second, second_w])

@@ -18,6 +18,8 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from dsmoe_op.config import MoEConfig
 from dsmoe_op.kernels.coded import PLAIN, Coded, coded_products
+from dsmoe_op.kernels.coded_few import coded_few
+from dsmoe_op.kernels.coded_few import takes as takes_few
 from dsmoe_op.kernels.coded_persistent import coded_persistent
 from dsmoe_op.kernels.epilogue import ended, store, store_zeros
 from dsmoe_op.kernels.gemm1_persistent import gemm1_persistent
@@ -97,6 +99,13 @@ def gemm1(
         weight_on_input = topk_weights_TK if config.apply_router_weight_on_input else None
         a, a_scale = _rows_for(coded, x_TH, x_codes_TH, x_scales)
         alone = shared_w13 is None and weight_on_input is None
+        if alone and _is_few(tile, x_TH, w13, coded, config):
+            assert blocks is not None
+            coded_few(
+                x_TH, w13, h_NI, coded=coded, config=config, bias=w13_bias, blocks_3B=blocks,
+                sorted_slot_N=sorted_slot_N, warmup=warmup,
+            )  # fmt: skip
+            return
         if alone and _is_persistent_gemm1(tile, a_scale, w13, h_NI, config, coded, shared=False):
             assert a_scale is not None
             assert taken is not None
@@ -134,6 +143,11 @@ def _is_persistent_gemm1(
     """Whether this product is that of `gemm1_persistent`: of codes, to 16 bits."""
     fits = a_scale is not None and h.itemsize == 2
     return tile.persistent and not INTERPRET and fits and takes_w13(w13, tile.block_m, config, coded, shared=shared)
+
+
+def _is_few(tile: Tile, a: Tensor, w: Tensor, coded: Coded, config: MoEConfig | None = None) -> bool:
+    """Whether this product is that of `coded_few`."""
+    return tile.persistent and not INTERPRET and takes_few(w, a.dtype, tile.block_m, coded, config)
 
 
 def _rows_for(
@@ -203,6 +217,13 @@ def gemm2(
                 h_NI, w2, y_NH, coded=coded, block_m=tile.block_m, bias=w2_bias, blocks_3B=blocks, taken=taken,
                 warmup=warmup,
             )  # fmt: skip
+            if zero_tail:
+                _zero_rows_after(offsets, y_NH, warmup=warmup)
+            return
+        if shared_w2 is None and y_NH.shape[0] and _is_few(tile, h_NI, w2, coded):
+            assert blocks is not None
+            assert offsets is not None
+            coded_few(h_NI, w2, y_NH, coded=coded, bias=w2_bias, blocks_3B=blocks, warmup=warmup)
             if zero_tail:
                 _zero_rows_after(offsets, y_NH, warmup=warmup)
             return

@@ -100,7 +100,14 @@ _ROUTED: dict[str, tuple[Routed, ...]] = {
         Routed(ALL, ALL, *_MANY_ROWS_OF_FP8),
     ),
     "4bit": (
-        Routed(16, ALL, Tile(16, 32, 256, 4, 3, swap=True), Tile(16, 128, 128, 4, 4, swap=True)),
+        Routed(16, 16, Tile(16, 32, 256, 4, 3, swap=True), Tile(16, 128, 128, 4, 4, swap=True)),
+        # Programs of one warp (`coded_few`), which decode a weight again for each eight rows.
+        Routed(
+            8,
+            ALL,
+            Tile(16, 32, 256, 4, 3, swap=True, persistent=True),
+            Tile(16, 128, 128, 4, 4, swap=True, persistent=True),
+        ),
         Routed(
             28,
             ALL,
@@ -333,8 +340,8 @@ def layer_tiles(kind: str, T: int, H: int, E: int, K: int, S: int) -> LayerTiles
 
 
 def _for_few_tokens(kind: str, routed: Routed) -> Routed:
-    """Without the persistent products of four bits: few tokens' products can be one launch."""
-    if kind != "4bit":
+    """Without the persistent products of four bits and 32 rows or more: few tokens' products can be one launch."""
+    if kind != "4bit" or routed.gemm1.block_m == 16:
         return routed
     gemm1, gemm2 = (tile._replace(persistent=False) for tile in (routed.gemm1, routed.gemm2))
     return routed._replace(gemm1=gemm1, gemm2=gemm2)

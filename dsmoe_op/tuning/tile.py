@@ -15,7 +15,7 @@ class Tile(NamedTuple):
     num_stages: int
     swap: bool = False  # rows of w on the matrix unit's longer side, tokens on its shorter one
     tma: bool = False  # w is fetched by the copy engine
-    persistent: bool = False  # by a kernel whose name says so, where that takes the weights
+    persistent: bool = False  # by a kernel whose name says so, or `coded_few`, where that takes the weights
     least_m: int = 0  # a block half empty or emptier takes a tile of half the height, down to this many rows; 0: never
     tail: int = 0  # so many rows more than block_m may an expert's last block have, in a product of their own
     splits: int = 1  # programs that share a GEMM 1 tile of one launch, each with a part of H, where H has whole parts
