@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -51,8 +51,25 @@ def activated(
     return h, bound + 1.01 * {BF16: 2.0**-8, FP16: 2.0**-11}[dtype] * h.abs()
 
 
+def scale_meets_addition(coded: kernels.Coded, bias: Tensor | None, config: MoEConfig | None = None) -> bool:
+    """Whether something is added to what a scale makes of a whole sum; else all kernels round alike. config: of GEMM 1.
+
+    The compiler makes one fma, so one rounding, of that product and the addition, but not where the product first goes
+    through shared memory, as it does where a tile's layout has gate and up rows in different threads. Such scales are
+    those of rows and of a tensor. What may be added is a bias, or swiglu_oai's 1, unless a clamp lies between.
+    gelu_tanh adds to gate too, but a later product, which is what becomes an fma with it, in every kernel.
+    """
+    assert coded.form is not None
+    scales_sum = coded.form[0] == "fp8_channel" or coded.global_scale is not None
+    adds_one = config is not None and config.activation == "swiglu_oai" and config.clamp_routed is None
+    return scales_sum and (bias is not None or adds_one)
+
+
 class Routed:
     """Tokens of two slots each, in the order of their experts, in blocks of block_m rows."""
+
+    what: str
+    """A product's random choices, for what its tests say when they fail."""
 
     def __init__(self, heights: Sequence[int], without: int, block_m: int) -> None:
         def ints(*shape: int) -> Tensor:
@@ -75,6 +92,21 @@ class Routed:
     def blocks(self) -> int:
         """Of experts' rows."""
         return int((self.rows.blocks_3B[0] >= 0).sum())
+
+    def check_bits(
+        self, product: Callable[..., Tensor], out: Tensor, coded: kernels.Coded, bias: Tensor | None,
+        config: MoEConfig | None = None,
+    ) -> None:  # fmt: skip
+        """Further runs have the bits of `out`, and so has the ordinary product, where all kernels round alike.
+
+        product: takes `persistent`. coded, bias, config: as in `scale_meets_addition`.
+        """
+        if not scale_meets_addition(coded, bias, config):
+            differ = int((product(persistent=False) != out).sum())
+            assert not differ, f"{differ} of {out.numel()} numbers are not the ordinary product's: {self.what}"
+        for _ in range(3):
+            differ = int((product() != out).sum())
+            assert not differ, f"{differ} of {out.numel()} numbers are not those of the run before: {self.what}"
 
 
 def prefill(*, dtype: torch.dtype = BF16, H: int = 400, I: int = 208, **options: Any) -> tuple[Tensor, dict[str, Any]]:
