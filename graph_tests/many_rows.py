@@ -51,18 +51,23 @@ def activated(
     return h, bound + 1.01 * {BF16: 2.0**-8, FP16: 2.0**-11}[dtype] * h.abs()
 
 
-def scale_meets_addition(coded: kernels.Coded, bias: Tensor | None, config: MoEConfig | None = None) -> bool:
-    """Whether something is added to what a scale makes of a whole sum; else all kernels round alike. config: of GEMM 1.
+def may_round_otherwise(coded: kernels.Coded, bias: Tensor | None, config: MoEConfig | None) -> bool:
+    """Whether the ordinary product may have other roundings than the persistent one: of GEMM 1, where a scale of whole
+    sums meets an addition.
 
     The compiler makes one fma, so one rounding, of that product and the addition, but not where the product first goes
-    through shared memory, as it does where a tile's layout has gate and up rows in different threads. Such scales are
-    those of rows and of a tensor. What may be added is a bias, or swiglu_oai's 1, unless a clamp lies between.
-    gelu_tanh adds to gate too, but a later product, which is what becomes an fma with it, in every kernel.
+    through shared memory, as in an ordinary tile whose gate and up rows are different threads'. Such scales are those
+    of rows and of a tensor. What may be added is a bias, or swiglu_oai's 1, unless a clamp lies between. gelu_tanh adds
+    to gate too, but a later product, which is what becomes an fma with it, in every kernel.
+
+    Args:
+        config: of GEMM 1. None: GEMM 2, whose sums stay where they are, so that all kernels have the fma.
     """
     assert coded.form is not None
-    scales_sum = coded.form[0] == "fp8_channel" or coded.global_scale is not None
-    adds_one = config is not None and config.activation == "swiglu_oai" and config.clamp_routed is None
-    return scales_sum and (bias is not None or adds_one)
+    scales_sums = coded.form[0] == "fp8_channel" or coded.global_scale is not None
+    if config is None or not scales_sums:
+        return False
+    return bias is not None or (config.activation == "swiglu_oai" and config.clamp_routed is None)
 
 
 class Routed:
@@ -99,9 +104,9 @@ class Routed:
     ) -> None:  # fmt: skip
         """Further runs have the bits of `out`, and so has the ordinary product, where all kernels round alike.
 
-        product: takes `persistent`. coded, bias, config: as in `scale_meets_addition`.
+        product: takes `persistent`. coded, bias, config: as in `may_round_otherwise`.
         """
-        if not scale_meets_addition(coded, bias, config):
+        if not may_round_otherwise(coded, bias, config):
             differ = int((product(persistent=False) != out).sum())
             assert not differ, f"{differ} of {out.numel()} numbers are not the ordinary product's: {self.what}"
         for _ in range(3):

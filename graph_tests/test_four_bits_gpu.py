@@ -275,7 +275,7 @@ def four_bit_layer(format: str, group: int, shared: str | None, **options: Any) 
 @pytest.mark.parametrize(("format", "group", "block_m"), LAYER_FORMS)
 def test_a_layer_of_four_bits_has_persistent_products_where_its_tiles_say_so(format, group, block_m) -> None:
     """In each schedule, with the ordinary products' bits, and in replays, each of which takes its own items."""
-    # Of nvfp4 the tensor's scale would meet a bias: see `scale_meets_addition`.
+    # Of nvfp4 a bias would meet the tensor's scale: see `may_round_otherwise`.
     x, args = four_bit_layer(format, group, format, expert_bias=format != "nvfp4")
     expected, other = reference.moe(x, **args), torch.randn_like(x)
     outs: dict[str, Tensor] = {}
