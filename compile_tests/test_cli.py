@@ -47,13 +47,23 @@ def _no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def run_json(capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, dict[str, Any]]]:
-    """`run` on a small model: its exit code, and the one object on stdout."""
+    """`run` on a small model: its exit code, and the one object on stdout; all else that it said is "stderr" of it."""
 
     def call(*arguments: str) -> tuple[int, dict[str, Any]]:
         code = main(["run", *SMALL, *arguments, "--json"])
-        return code, json.loads(capsys.readouterr().out)
+        captured = capsys.readouterr()
+        return code, json.loads(captured.out) | {"stderr": captured.err}
 
     return call
+
+
+def check_match(code: int, result: dict[str, Any]) -> None:
+    """`run` found a match; else the failure shows the rows that do not agree, how near ties were, and a traceback."""
+    bad = [row for row in result["patched"] if not row.get("agrees")]
+    found = {name: result[name] for name in ("noise", "smallest_gap", "largest_logits_difference")}
+    said = "\n".join(line for line in result["stderr"].splitlines() if "%|" not in line)  # but the progress bar
+    assert code == 0, f"{bad}\n{found}\n{said[-6000:]}"
+    assert result["match"]
 
 
 # --- arguments ------------------------------------------------------------------------------------------------------
@@ -131,8 +141,9 @@ def test_without_transformers_run_says_what_to_install(
 
 
 def test_run_without_compile_and_graphs_says_so_and_matches(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["run", *SMALL, "--cuda-graph-bs", "1,2"]) == 0
+    code = main(["run", *SMALL, "--cuda-graph-bs", "1,2"])
     captured = capsys.readouterr()
+    assert code == 0, captured.out
     assert "CUDA graphs: none (a CPU has none)" in captured.out
     assert "compile: none" in captured.out
     assert "no GPU" in captured.out
@@ -143,14 +154,14 @@ def test_run_without_compile_and_graphs_says_so_and_matches(capsys: pytest.Captu
 @pytest.mark.parametrize("family", ["deepseek_v3", "deepseek_v2", "llama4", "ernie4_5_moe", "qwen3_next", "nemotron_h"])
 def test_tokens_in_float32_equal_the_plain_models(family: str, run_json: Any) -> None:
     code, result = run_json("--family", family)
-    assert code == 0
-    assert result["match"]
+    check_match(code, result)
     assert [row["tokens_equal"] for row in result["patched"]] == [True] * 4
     assert result["moe_layers"] >= 1
 
 
 def test_numbers_of_requests_are_the_sizes_and_one_that_is_padded(run_json: Any) -> None:
-    _, result = run_json("--cuda-graph-bs", "1,4")
+    code, result = run_json("--cuda-graph-bs", "1,4")
+    check_match(code, result)
     assert [row["requests"] for row in result["patched"]] == [1, 2, 4]
     assert all(row["tokens_per_s"] > 0 for row in result["plain"] + result["patched"])
 
@@ -158,7 +169,7 @@ def test_numbers_of_requests_are_the_sizes_and_one_that_is_padded(run_json: Any)
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
 def test_logits_in_half_precision_are_as_near_to_float32_as_the_plain_models(dtype: str, run_json: Any) -> None:
     code, result = run_json("--dtype", dtype)
-    assert code == 0
+    check_match(code, result)
     assert "float32 model" in result["criterion"]
     assert all(row["agrees"] and row["logits_error"] < 0.2 for row in result["patched"])
 
@@ -189,7 +200,7 @@ def test_a_model_that_computes_something_else_is_a_mismatch(
 def test_quantised_weights_give_the_tokens_of_what_they_stand_for(format: str, run_json: Any) -> None:
     code, result = run_json("--format", format, "--requests", "2")
     (row,) = result["patched"]
-    assert code == 0
+    check_match(code, result)
     assert result["format"] == format
     if "fp8" in format:  # the experts' rows are quantised too
         assert "rows too" in result["criterion"]
@@ -233,26 +244,23 @@ def test_a_patched_model_that_raises_is_a_mismatch_with_its_text(
     assert all("error" not in row for row in result["plain"])
 
 
-def test_plain_experts_whose_kernels_fail_run_as_a_loop(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_plain_experts_whose_kernels_fail_run_as_a_loop(monkeypatch: pytest.MonkeyPatch, run_json: Any) -> None:
     def fails(*arguments: Any, **options: Any) -> None:
         raise RuntimeError("no such kernel here")
 
     from transformers.integrations import moe
 
     monkeypatch.setattr(moe, "_grouped_linear", fails)
-    code = main(["run", *SMALL, "--json"])
-    captured = capsys.readouterr()
-    assert code == 0
-    assert json.loads(captured.out)["plain_experts"] == "eager"
-    assert "no such kernel here" in captured.err
+    code, result = run_json()
+    check_match(code, result)
+    assert result["plain_experts"] == "eager"
+    assert "no such kernel here" in result["stderr"]
 
 
 def test_compiled_steps_are_one_graph_with_one_node_a_layer(fresh_dynamo: None, inductor: str, run_json: Any) -> None:
     shape = ("--family", "qwen2_moe", "--layers", "2", "--cuda-graph-bs", "1,2,4")
     code, result = run_json("--enable-torch-compile", *shape)
-    assert code == 0
+    check_match(code, result)
     assert result["moe_layers"] == 2
     compiled = result["compile"]
     assert compiled["compiles"] == 2  # one for every batch from 2 on, and one for 1

@@ -49,6 +49,13 @@ __all__ = [
 
 
 @pytest.fixture(scope="session")
+def sm_90() -> None:
+    """For tests of what only such a GPU runs."""
+    if torch.cuda.get_device_capability() < (9, 0):
+        pytest.skip("needs a GPU of sm_90")
+
+
+@pytest.fixture(scope="session")
 def blocks(request: pytest.FixtureRequest) -> dict[torch.dtype, Block]:
     """One layer on the GPU for each dtype."""
     torch.manual_seed(request.config.option.seed)

@@ -3,7 +3,8 @@
     python sanitized_layers.py WHAT FILE [--compile] [--not-persistent]
 
 WHAT is one of LAYERS, or "control" for a kernel that is wrong. FILE gets JSON: how often each launch was issued, and
-the names of the kernels. With --compile all kernels are compiled first, side by side.
+the names of the kernels. With --compile they are compiled side by side, those of --not-persistent too, and lie in
+Triton's cache then.
 
 Inputs are made on the CPU, so that nearly all that runs on the GPU is this library's. Each of a call's buffers is an
 allocation of its own here, so that a step out of it is seen.
@@ -14,11 +15,11 @@ from __future__ import annotations
 import argparse
 import collections
 import contextlib
-import functools
+import itertools
 import json
 import pathlib
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -46,25 +47,39 @@ def on_the_gpu(t: Any) -> Any:
     return t.cuda() if isinstance(t, Tensor) else t
 
 
-def tokens(mix: Formats) -> list[int]:
-    """The fewest tokens for each of the tiles that a layer can have, in these formats up to MOST_TOKENS."""
+def tokens(mix: Formats) -> dict[int, tuning.LayerTiles]:
+    """The fewest tokens for each of the tiles that a layer can have, in these formats up to MOST_TOKENS; and those."""
     kind = tuning.layer_kind(torch.bfloat16, False, *mix)
     shape = tuning.LayerShape(kind, *(SIZES[name] for name in "HIE"), CONFIG.top_k, SIZES["S"])
     first: dict[tuning.LayerTiles, int] = {}
     for T in range(1, MOST_TOKENS):
         first.setdefault(tuning.layer_choice(shape, T).tiles, T)
-    return list(first.values())
+    return {T: tiles for tiles, T in first.items()}
 
 
-def calls(mix: Formats) -> Iterator[tuple[int, str, str]]:
-    """T, the way in and the schedule. The routing knows of no format and no schedule."""
-    for T in tokens(mix):
-        for schedule in schedules_of(mix):
-            if schedule != "dual_shared_main":  # the launches of dual
-                yield T, "router_weight", schedule
+class OneCall(NamedTuple):
+    T: int
+    way: str
+    schedule: str
+    finalized: bool = True
+
+
+def calls(mix: Formats) -> Iterator[OneCall]:
+    """Each kernel of each tile once. The routing knows of no format and no schedule; dual_shared_main has dual's."""
+    for T, tiles in tokens(mix).items():
+        yield from every_end([T], mix)
+        if tiles.one_launch or tiles.overlaps:  # else dual has what serial has
+            yield OneCall(T, "router_weight", "dual")
         if mix == (None, None):
-            yield T, "router_logits", "dual"
-            yield T, "topk_ids", "dual"
+            yield OneCall(T, "router_logits", "dual")
+            yield OneCall(T, "topk_ids", "dual")
+
+
+def every_end(tokens: Iterable[int], mix: Formats) -> Iterator[OneCall]:
+    """On one stream, finalized or not."""
+    for T, schedule in itertools.product(tokens, schedules_of(mix)):
+        if schedule in ("serial", "fused"):
+            yield from (OneCall(T, "router_weight", schedule, finalized) for finalized in (True, False))
 
 
 def apart(kept: list[Tensor]) -> Callable[..., list[Any]]:
@@ -96,28 +111,42 @@ def run(mix: Formats) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(cuda, "_table", apart(kept))
         issue(Block(device="cpu", sizes=SIZES, formats=mix), calls(mix), kept)
-        shared = [(T, "router_weight", s) for T in (1, 3) for s in schedules_of(mix) if s in ("serial", "fused")]
         with with_tiles(gemm1=SPLIT[0], gemm2=SPLIT[1], one_launch=True):
-            issue(Block(device="cpu", sizes=SIZES | {"H": 512}, formats=mix), shared, kept)
+            issue(Block(device="cpu", sizes=SIZES | {"H": 512}, formats=mix), every_end((1, 3), mix), kept)
         if has_4_bits(mix):
             for tiles in UNCHOSEN:
                 with with_tiles(**tiles, one_launch=False):
-                    issue(Block(device="cpu", sizes=SIZES, formats=mix), [(70, "router_weight", "serial")], kept)
+                    issue(Block(device="cpu", sizes=SIZES, formats=mix), [OneCall(70, "router_weight", "serial")], kept)
 
 
-def issue(block: Block, calls: Iterable[tuple[int, str, str]], kept: list[Tensor]) -> None:
-    for T, way, schedule in calls:
-        x, args = block.inputs(T, way)
-        want = reference.moe(x, **args)
-        given = {name: on_the_gpu(t) for name, t in args.items()}
-        outs = [dual_stream_moe(x.cuda(), **given, schedule=schedule)]
-        pieces = dual_stream_moe_unfinalized(x.cuda(), **given, schedule=schedule)
-        outs.append(finalize(pieces, config=args["config"]))
-        torch.cuda.synchronize()
-        assert kept, "the launches were not given the buffers that are apart"
-        kept.clear()
-        for out in outs:
-            assert error(out.cpu(), want) <= LIMIT, (T, way, schedule)
+def issue(block: Block, calls: Iterable[OneCall], kept: list[Tensor]) -> None:
+    calls = list(calls)
+    with choosing({call.T for call in calls}):
+        for call in calls:
+            x, args = block.inputs(call.T, call.way)
+            want = reference.moe(x, **args)
+            given = {name: on_the_gpu(t) for name, t in args.items()}
+            if call.finalized:
+                out = dual_stream_moe(x.cuda(), **given, schedule=call.schedule)
+            else:
+                pieces = dual_stream_moe_unfinalized(x.cuda(), **given, schedule=call.schedule)
+                out = finalize(pieces, config=args["config"])
+            torch.cuda.synchronize()
+            assert kept, "the launches were not given the buffers that are apart"
+            kept.clear()
+            assert error(out.cpu(), want) <= LIMIT, call
+
+
+@contextlib.contextmanager
+def choosing(tokens: Iterable[int]) -> Iterator[None]:
+    """A first call inside compiles what calls of these sizes choose, and not what those of any size would."""
+
+    def choices(shape: tuning.LayerShape, tables: tuple[tuning.Table, ...] = ()) -> tuple[tuning.Choice, ...]:
+        return tuple(dict.fromkeys(tuning.layer_choice(shape, T, tables) for T in sorted(tokens)))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tuning, "layer_choices", choices)
+        yield
 
 
 @triton.jit
@@ -157,9 +186,12 @@ def main() -> None:
         run_control()
     else:
         mix = LAYERS[options.what]
-        change = functools.partial(not_persistent, mix)
-        with issuing(count), with_changed(change) if options.not_persistent else contextlib.nullcontext():
-            run(mix)
+        with issuing(count):
+            if not options.not_persistent:
+                run(mix)
+            if options.not_persistent or options.compile:
+                with with_changed(lambda tiles: not_persistent(mix, tiles)):
+                    run(mix)
     options.file.write_text(json.dumps({"launches": launches, "kernels": sorted(kernels)}))
 
 

@@ -17,11 +17,10 @@ from gpu import FORMATS, needs_gpu
 
 from dsmoe_op import formats
 
-pytestmark = needs_gpu
-
 SCRIPT = pathlib.Path(__file__).with_name("sanitized_layers.py")
-LONGEST = 400
+LONGEST = 500
 """Seconds of one run."""
+pytestmark = [needs_gpu, pytest.mark.timeout(2 * LONGEST + 60)]  # the first test of a layer compiles in a run before
 TOOLS = {
     # What the CUDA API refuses is PyTorch's business. 256 bytes behind every allocation are no one's.
     "memcheck": ("--report-api-errors", "no", "--padding", "256"),
@@ -29,7 +28,7 @@ TOOLS = {
 }
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def sanitizer(thorough: bool) -> str:
     found = shutil.which("compute-sanitizer") or shutil.which("compute-sanitizer", path="/usr/local/cuda/bin")
     if found is None:
@@ -47,11 +46,18 @@ def run(*command: str, **env: str) -> tuple[int, str]:
         command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace",
         start_new_session=True,
     ) as process:  # fmt: skip
+
+        def end() -> None:
+            os.killpg(process.pid, signal.SIGKILL)  # the tool starts a process of its own
+
         try:
             output, _ = process.communicate(timeout=LONGEST)
         except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)  # the tool starts a process of its own
+            end()
             output = f"{process.communicate()[0]}\nnot done in {LONGEST} s"
+        except BaseException:  # the test's own limit, or an interrupt: to leave this block would wait for the process
+            end()
+            raise
         return process.returncode, output
 
 
@@ -80,11 +86,20 @@ def reports(output: str) -> list[tuple[str | None, str]]:
     return [(next(iter(_KERNEL.findall("\n".join(lines))), None), "\n".join(lines)) for lines in found]
 
 
-@pytest.mark.parametrize("what", dict.fromkeys((*FORMATS, *formats.FORMATS)))
+LAYERS = [pytest.param(name, marks=pytest.mark.xdist_group(name)) for name in {**FORMATS, **formats.FORMATS}]
+
+
+@pytest.fixture(scope="module", params=LAYERS)
+def what(sanitizer, request, tmp_path_factory) -> str:
+    """A layer whose kernels lie compiled in Triton's cache. All tools' tests of it run in one process, in turn."""
+    file = tmp_path_factory.mktemp("compiled") / "all.json"
+    code, output = run(sys.executable, str(SCRIPT), request.param, str(file), "--compile")
+    assert code == 0, output[-9000:]
+    return request.param
+
+
 @pytest.mark.parametrize("tool", TOOLS)
 def test_compute_sanitizer_finds_nothing_in_any_launch(sanitizer, tmp_path, counted, tool, what) -> None:
-    code, output = run(sys.executable, str(SCRIPT), what, str(tmp_path / "all.json"), "--compile")
-    assert code == 0, output[-9000:]
     file = tmp_path / f"{tool}.json"
     output = watched(sanitizer, tool, what, file)
     assert file.exists(), output[-9000:]
