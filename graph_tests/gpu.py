@@ -90,7 +90,7 @@ LAUNCHES = {
     ("fp8_block", 130): _many(
         ("quantize",), ("gemm1", "quantize_h", "gemm2"), (*_SHARED[:2], "quantize_shared_h", _SHARED[2])
     ),
-    ("int4+none", 7): _few(),
+    ("int4+none", 7): _many((), ("gemm1", "gemm2"), _SHARED),
     ("int4+none", 130): _many((), ("reorder", "gemm1", "reorder_h", "gemm2"), _SHARED),
 }
 """Of one such layer, by format and number of tokens, and then by schedule, in the order in which they are issued."""

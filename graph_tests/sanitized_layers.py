@@ -33,10 +33,10 @@ from dsmoe_op import cuda, dual_stream_moe, dual_stream_moe_unfinalized, finaliz
 from dsmoe_op.cli import candidates
 
 SIZES = QUANTISED_SIZES  # for 16 bits too: wider than a tile, and no multiple of one
-UNCHOSEN = [
-    {name: next(t for t in tiles["4bit", name] if t.persistent and t.block_m == block_m) for name in ("gemm1", "gemm2")}
-    for block_m, tiles in ((16, candidates._FEW_ROWS), (128, candidates._MANY_ROWS))
-]
+UNCHOSEN = {
+    name: next(tile for tile in candidates._MANY_ROWS["4bit", name] if tile.persistent and tile.block_m == 128)
+    for name in ("gemm1", "gemm2")
+}
 """The persistent tiles of four bits that the heuristic never chooses."""
 LAYERS: dict[str, Formats] = FORMATS | {name: (name, name) for name in formats.FORMATS}
 MOST_TOKENS = 1000
@@ -114,9 +114,8 @@ def run(mix: Formats) -> None:
         with with_tiles(gemm1=SPLIT[0], gemm2=SPLIT[1], one_launch=True):
             issue(Block(device="cpu", sizes=SIZES | {"H": 512}, formats=mix), every_end((1, 3), mix), kept)
         if has_4_bits(mix):
-            for tiles in UNCHOSEN:
-                with with_tiles(**tiles, one_launch=False):
-                    issue(Block(device="cpu", sizes=SIZES, formats=mix), [OneCall(70, "router_weight", "serial")], kept)
+            with with_tiles(**UNCHOSEN, one_launch=False):
+                issue(Block(device="cpu", sizes=SIZES, formats=mix), [OneCall(70, "router_weight", "serial")], kept)
 
 
 def issue(block: Block, calls: Iterable[OneCall], kept: list[Tensor]) -> None:

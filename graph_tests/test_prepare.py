@@ -207,8 +207,11 @@ def four_bits(
 @pytest.mark.parametrize("shared", ["the same", None, "fp8_block"])
 @pytest.mark.parametrize("block_m", [16, 32, 64, 128])
 @pytest.mark.parametrize("schedule", ["serial", "dual", "dual_shared_main", "fused"])
-def test_products_of_four_bits_are_persistent_where_tiles_say_so(recorder, schedule, block_m, shared, format) -> None:
-    """And multiply what launches have brought into their order; in "fused" the shared expert's are in the launches."""
+def test_products_of_four_bits_are_of_their_kernels_where_tiles_say_so(
+    recorder, schedule, block_m, shared, format
+) -> None:
+    """Those of many rows multiply what launches have brought into their order; in "fused" the shared expert's are in
+    the launches."""
     formats = format, format if shared == "the same" else shared
     if schedule == "fused" and formats[0] != formats[1]:
         pytest.skip("fused takes one format")
@@ -217,11 +220,11 @@ def test_products_of_four_bits_are_persistent_where_tiles_say_so(recorder, sched
             recorder.launched.clear()
             call(*four_bits(formats=formats), schedule=schedule, entry=entry)
             names = [name for name, *_ in recorder.launched]
-            if schedule == "fused":
-                assert not {"_persistent_coded", "_reorder", "_reorder_h"} & set(names)
-            else:
-                assert names.count("_persistent_coded") == 2
-                assert {"_reorder", "_reorder_h"} <= set(names)
+            own = ["_few_coded"] if block_m == 16 else ["_persistent_coded", "_reorder", "_reorder_h"]
+            if schedule != "fused":
+                assert names.count(own[0]) == 2
+            expected = set() if schedule == "fused" else set(own)
+            assert {"_few_coded", "_persistent_coded", "_reorder", "_reorder_h"} & set(names) == expected
             assert {"_grouped_gemm", "_persistent_gemm2"} & set(names)  # the shared expert's
 
 
@@ -292,13 +295,14 @@ def test_one_product_of_four_bits_may_be_persistent_and_the_other_not(recorder, 
     assert ("_reorder" in names, "_reorder_h" in names) == (which == "x", which == "h")
 
 
-def test_the_heuristic_takes_persistent_products_for_many_rows_of_four_bits(recorder) -> None:
-    """And none in one launch of both."""
-    for T, many in ((60, False), (300, True), (5000, True)):
+def test_the_heuristic_takes_products_of_four_bits_by_their_rows(recorder) -> None:
+    """One launch of both for very few, or where at most 64 tokens have more than eight; else kernels of their own."""
+    few, many = {"_few_coded"}, {"_persistent_coded", "_reorder", "_reorder_h"}
+    for T, E, own in ((2, 12, set()), (9, 12, few), (60, 64, few), (60, 12, set()), (300, 12, many), (5000, 12, many)):
         recorder.launched.clear()
-        call(*four_bits(T))
-        assert ({"_persistent_coded", "_reorder", "_reorder_h"} <= names_of(recorder)) == many
-        assert ("_persistent_coded" in names_of(recorder)) == many
+        call(*four_bits(T, E=E))
+        assert {*few, *many} & names_of(recorder) == own, T
+        assert ("_experts" in names_of(recorder)) == (not own)
 
 
 def padded(x: Tensor, before: int, after: int) -> Tensor:

@@ -112,7 +112,7 @@ def test_compute_sanitizer_finds_nothing_in_any_launch(sanitizer, tmp_path, coun
         launches |= {"quantize", "quantize_h", "quantize_shared_h"}
     if what in ("int4", "mxfp4", "nvfp4", "int4+none"):
         launches |= {"reorder", "reorder_h"}
-        assert "_persistent_coded" in ran["kernels"]
+        assert {"_few_coded", "_persistent_coded"} <= set(ran["kernels"])
     assert launches <= ran["launches"].keys()
     counted(f"launches in which compute-sanitizer's {tool} found nothing", sum(ran["launches"].values()))
     counted(f"kernels under compute-sanitizer's {tool}", len(ran["kernels"]))
