@@ -15,11 +15,10 @@ import pytest
 import torch
 from gpu import Boom
 
-from dsmoe_op import MoEConfig, streams
+from dsmoe_op import MoEConfig, streams, tuning
 from dsmoe_op.formats import FORMATS, SUFFIXES
 from dsmoe_op.schedule import FORK, JOIN, OPTIONAL, Launch, Step, Wait, coded_h, coded_rows, execute, plan, resolve
 from dsmoe_op.testing import check_schedule
-from dsmoe_op.tuning.tile import ONE_LAUNCH_TOKENS
 
 ALWAYS = ("hidden_states", "w13", "w2")
 WAYS = {
@@ -291,13 +290,17 @@ def test_the_layer_of_the_gpu_tests_has_the_launches_that_they_name() -> None:
     for (name, T), by_schedule in gpu.LAUNCHES.items():
         block = gpu.Block(device="cpu", formats=gpu.FORMATS[name])
         _, args = block.inputs(1)
-        present, few = frozenset(args) & OPTIONAL, T <= ONE_LAUNCH_TOKENS
+        kind = tuning.layer_kind(torch.bfloat16, False, *block.formats)
+        sizes = (block.sizes[of] for of in "HIE")
+        tiles = tuning.layer_choice(tuning.LayerShape(kind, *sizes, block.config.top_k, block.sizes["S"]), T).tiles
+        present, few = frozenset(args) & OPTIONAL, tiles.one_launch
+        in_order = name == "int4+none" and tiles.gemm1.persistent and tiles.gemm1.block_m > 16
         rows, h = (frozenset(coded(block.config, has_shared=True)) for coded in (coded_rows, coded_h))
         for resolved in gpu.schedules_of(block.formats):
             steps = plan(
                 resolved, present, zero_experts=False, finalized=True, one_launch=few, coded_rows=rows,
                 coded_h=frozenset() if few else h,
-                ordered=frozenset() if few or name != "int4+none" else frozenset({"x", "h"}),
+                ordered=frozenset({"x", "h"} if in_order else ()),
             )  # fmt: skip
             assert tuple(s.name for s in launches(steps)) == by_schedule[resolved], (name, T, resolved)
 
