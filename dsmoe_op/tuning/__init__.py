@@ -114,8 +114,9 @@ _ROUTED: dict[str, tuple[Routed, ...]] = {
             Tile(32, 64, 128, 4, 4, swap=True, persistent=True),
             Tile(32, 128, 128, 4, 3, swap=True, persistent=True),
         ),
-        # Blocks of 128 rows are faster yet, but slower where the weights are such that the product is not persistent.
-        Routed(ALL, ALL, *(tile._replace(persistent=True) for tile in _MANY_ROWS_OF_4_BITS)),
+        Routed(64, ALL, *(tile._replace(persistent=True) for tile in _MANY_ROWS_OF_4_BITS)),
+        # Slower than 64 rows where the weights are such that the products are the ordinary ones.
+        Routed(ALL, ALL, *(tile._replace(block_m=128, persistent=True) for tile in _MANY_ROWS_OF_4_BITS)),
     ),
     "fp32_4bit": (Routed(ALL, ALL, Tile(16, 32, 64, 4, 3), Tile(16, 64, 64, 4, 3)),),
 }
@@ -181,6 +182,8 @@ _SHARED: dict[tuple[str, str], tuple[tuple[float, tuple[Tile, ...]], ...]] = {
 _ENOUGH_PROGRAMS = 100
 OVERLAPPING_SLOTS = 16
 """T*K up to which launches overlap (`LayerTiles.overlaps`)."""
+_OVERLAPPING_FEW = 64
+"""The same around the products of `coded_few`."""
 
 _ROUTER: dict[str, Tiles] = {
     "plain": (
@@ -327,8 +330,6 @@ def layer_tiles(kind: str, T: int, H: int, E: int, K: int, S: int) -> LayerTiles
     rows, slots = T * K / E, T * K
     routed_kind, _, shared_kind = kind.partition("+")
     routed = next(r for r in _ROUTED[routed_kind] if rows <= r.most_rows and slots <= r.most_slots)
-    if T <= ONE_LAUNCH_TOKENS:
-        routed = _for_few_tokens(routed_kind, routed)
     shared = []
     for kernel, columns in (("gemm1", S), ("gemm2", H)):
         tiles = next(tiles for most, tiles in _SHARED[kernel, shared_kind or kind] if most >= T)
@@ -336,15 +337,13 @@ def layer_tiles(kind: str, T: int, H: int, E: int, K: int, S: int) -> LayerTiles
         shared.append(next(enough, tiles[-1]))
     one = one_launch(kind, T, routed.gemm1, routed.gemm2)
     overlaps = one and slots <= OVERLAPPING_SLOTS and rows <= _ROUTED[routed_kind][0].most_rows
+    overlaps |= _is_of_few_rows(routed) and slots <= _OVERLAPPING_FEW
     return LayerTiles(routed.gemm1, routed.gemm2, shared[0], shared[1], overlaps, one)
 
 
-def _for_few_tokens(kind: str, routed: Routed) -> Routed:
-    """Without the persistent products of four bits and 32 rows or more: few tokens' products can be one launch."""
-    if kind != "4bit" or routed.gemm1.block_m == 16:
-        return routed
-    gemm1, gemm2 = (tile._replace(persistent=False) for tile in (routed.gemm1, routed.gemm2))
-    return routed._replace(gemm1=gemm1, gemm2=gemm2)
+def _is_of_few_rows(routed: Routed) -> bool:
+    """Whether the products are those of `coded_few`, where that takes the weights."""
+    return routed.gemm1.persistent and routed.gemm1.block_m == 16
 
 
 def _columns(tile: Tile) -> int:
@@ -358,8 +357,7 @@ def layer_variants(kind: str) -> tuple[LayerTiles, ...]:
     So too those that can be of one launch, and those that can overlap.
     """
     routed_kind, _, shared_kind = kind.partition("+")
-    few_tokens = (_for_few_tokens(routed_kind, routed) for routed in _ROUTED[routed_kind])
-    routed = tuple(dict.fromkeys((*_ROUTED[routed_kind], *few_tokens)))
+    routed = _ROUTED[routed_kind]
 
     def variants(routed: Sequence[Routed], most: float, *, overlaps: bool, one: bool) -> list[LayerTiles]:
         tables = [_SHARED[kernel, shared_kind or kind] for kernel in ("gemm1", "gemm2")]
@@ -370,6 +368,8 @@ def layer_variants(kind: str) -> tuple[LayerTiles, ...]:
     if few := [r for r in routed if one_launch(kind, 1, r.gemm1, r.gemm2)]:
         found += variants(few, ONE_LAUNCH_TOKENS, overlaps=False, one=True)
         found += variants(few[:1], OVERLAPPING_SLOTS, overlaps=True, one=True)
+    if own := [r for r in routed if _is_of_few_rows(r)]:
+        found += variants(own, _OVERLAPPING_FEW, overlaps=True, one=False)
     return tuple(found)
 
 
