@@ -57,6 +57,18 @@ def pytest_configure(config: pytest.Config) -> None:
     if config.option.seed is None:
         config.option.seed = random.randrange(10**6)
     torch.set_num_threads(1)  # on inputs of this size threads do little but wait for each other
+    if "PYTEST_XDIST_WORKER" in os.environ and torch.cuda.is_available():
+        _wait_asleep()
+
+
+def _wait_asleep() -> None:
+    """A thread that waits for a GPU sleeps: where processes share one, those that spin take the compilers' cores."""
+    with contextlib.suppress(ImportError):
+        from cuda.bindings import driver
+
+        driver.cuInit(0)
+        for gpu in range(torch.cuda.device_count()):
+            driver.cuDevicePrimaryCtxSetFlags(gpu, driver.CUctx_flags.CU_CTX_SCHED_BLOCKING_SYNC.value)
 
 
 def pytest_report_header(config: pytest.Config) -> str | None:
