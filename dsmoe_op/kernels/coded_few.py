@@ -1,9 +1,9 @@
 """Products of four-bit weights and few rows: programs of one warp, in Gluon (sm_90).
 
-A program has 32 rows of w, or 64 short ones, and all their columns. The copy engine fills its ring of buffers with codes,
-and it waits for no other warp; an SM has room for fourteen programs or more, which hide what each waits for. The
-numbers of the codes go to the small matrix instruction from registers, by eight rows of a: blocks of few rows mostly
-have no more, and the others take a round for each eight.
+A program has 32 rows of w, or 64 short ones, and all their columns. The copy engine fills its ring of buffers with
+codes, and it waits for no other warp; an SM has room for fourteen programs or more, which hide what each waits for.
+The numbers of the codes go to the small matrix instruction from registers, by eight rows of a: blocks of few rows
+mostly have no more, and the others take a round for each eight.
 
 Every thread has whole words of codes, and of a the columns that these are of, so that no operand changes threads: in an
 instruction's sum over 16 columns any are as good as others, as long as both operands have the same ones.
