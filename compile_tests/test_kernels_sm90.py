@@ -42,6 +42,8 @@ from sm90 import (  # noqa: E402
     serialises,
     stack_bytes,
 )
+from triton.backends.compiler import GPUTarget  # noqa: E402
+from triton.runtime.driver import driver  # noqa: E402
 
 from dsmoe_op import formats, kernels, schedule, tuning  # noqa: E402
 from dsmoe_op.cli import arguments, candidates, compiling, shapes  # noqa: E402
@@ -388,6 +390,23 @@ def products_of_4_bits(
             w2_bias=layer.tensor(E, H, dtype=bias) if bias else None, offsets=rows.offsets, h_NI=layer.tensor(N, I),
             y_NH=layer.tensor(N, H), h_is_ordered=ordered, **args,
         )  # fmt: skip
+
+
+@pytest.mark.parametrize("arch", [86, 120])
+def test_what_the_heuristic_takes_for_four_bits_fits_on_gpus_of_99_kib(compiled, monkeypatch, arch):
+    """A first call loads all that can be chosen, so that one tile too large would let every call fail."""
+    own = {
+        name: {getattr(r, name) for r in tuning._ROUTED["4bit"] if r.gemm1.persistent} for name in ("gemm1", "gemm2")
+    }
+    for name, tiles in own.items():
+        assert tiles == {PERSISTENT_4BIT[tile.block_m, name] for tile in tiles}
+    for name, its in (("get_current_target", GPUTarget("cuda", arch, 32)), ("get_current_device", arch)):
+        monkeypatch.setattr(type(driver._active), name, lambda self, its=its: its)
+    for tile in sorted(own["gemm1"]):
+        products_of_4_bits(tile.block_m, "int4", 128, ordered=False)
+    assert [kernel.metadata.name for kernel in compiled] == ["_grouped_gemm"] * 2 * len(own["gemm1"])
+    assert all(kernel.metadata.target.arch == arch for kernel in compiled)
+    assert max(kernel.metadata.shared for kernel in compiled) <= 99 * 1024
 
 
 def check_persistent_coded(kernel: Any, block_m: int, name: str, folder) -> None:
