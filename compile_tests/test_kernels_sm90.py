@@ -190,10 +190,10 @@ def test_candidates_for_quantised_products_use_the_matrix_units_and_fit(compiled
     has_codes = bool(schedule.coded_h(shape.config, has_shared=shape.S > 0))  # products of h, and of its codes
     assert len(compiled) == len(tiles) + has_codes * sum(kernel == "gemm2" for kernel, _ in tiles)
     for kernel in compiled:
-        persistent = kernel.metadata.name.startswith("_persistent")
-        unit = "wgmma" if kind == "fp8" or persistent or least_side(kernel) >= 64 else "mma"
+        persistent, few = (kernel.metadata.name.startswith(name) for name in ("_persistent", "_few_coded"))
+        unit = "wgmma" if kind == "fp8" or persistent or (not few and least_side(kernel) >= 64) else "mma"
         assert matrix_instructions(kernel) == {"wgmma e4m3" if kind == "fp8" else f"{unit} bf16"}
-        if kind == "fp8" and not kernel.metadata.name.startswith("_persistent"):  # whose steps tests of their own have
+        if kind == "fp8" and not persistent:  # whose steps tests of their own have
             check_fp8_steps(kernel)
     check_resources(compiled, tmp_path)
 
