@@ -476,6 +476,44 @@ def test_the_products_of_four_bits_and_few_rows_are_warps_on_their_own(compiled,
         check_few_coded(kernel, rows, "f16" if options.get("dtype") == FP16 else "bf16", tmp_path, room)
 
 
+class InTorch:
+    """What `coded_few` asks of Gluon to put operands in order, of tensors on the CPU."""
+
+    @staticmethod
+    def SliceLayout(dim: int, parent: Any) -> None: ...
+
+    @staticmethod
+    def convert_layout(t: Tensor, layout: Any, assert_trivial: bool) -> Tensor:
+        return t
+
+    @staticmethod
+    def split(t: Tensor) -> tuple[Tensor, ...]:
+        return t.unbind(-1)
+
+    reshape, permute, expand_dims = Tensor.reshape, Tensor.permute, Tensor.unsqueeze
+
+
+def numbers_in_torch(words: Tensor, scale: Tensor, *_: Any) -> Tensor:
+    """[.., half, j % 2, j // 2], as `coded_persistent.numbers` says, of int4."""
+    j = torch.arange(2)[:, None, None] * 4 + torch.arange(2)[:, None] + torch.arange(2) * 2
+    return (((words[..., None, None, None] >> 4 * j) & 15) - 8) * scale[..., None, None, None]
+
+
+@pytest.mark.parametrize("group", [16, 32, 64, 128])
+@pytest.mark.parametrize("rows", [32, 64])
+def test_operands_of_few_rows_have_the_same_columns(monkeypatch, rows, group):
+    """Of codes and of a; the assembler sees which threads they are in, but not their order within a thread."""
+    monkeypatch.setattr(coded_few, "gl", InTorch)
+    monkeypatch.setattr(coded_few, "_of_groups", lambda rows, groups: None)
+    monkeypatch.setattr(coded_few, "numbers", numbers_in_torch)
+    codes, scale, a = (torch.randint(16, size) for size in ((rows, 256), (rows, 256 // group), (8, 256)))
+    q = (codes[:, ::2] | codes[:, 1::2] << 4).to(torch.uint8)  # two neighbours in a byte, the first one low
+    of_w = coded_few._operands_of_w.fn(q.view(torch.int32), scale, "int4", None, None)
+    of_a = coded_few._operands_of_a.fn(a, None)
+    w = (codes - 8) * scale.repeat_interleave(group, 1)
+    assert torch.equal(sum(one @ other for one, other in zip(of_w, of_a, strict=True)), w @ a.T)
+
+
 @pytest.mark.parametrize(
     ("block_m", "name", "group"),
     [*((block_m, "int4", 32) for block_m in (32, 64)), *((128, *form) for form in FORMS_4BIT)],
