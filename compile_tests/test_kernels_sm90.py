@@ -42,6 +42,8 @@ from sm90 import (  # noqa: E402
     serialises,
     stack_bytes,
 )
+from triton.backends.compiler import GPUTarget  # noqa: E402
+from triton.runtime.driver import driver  # noqa: E402
 
 from dsmoe_op import formats, kernels, schedule, tuning  # noqa: E402
 from dsmoe_op.cli import arguments, candidates, compiling, shapes  # noqa: E402
@@ -188,10 +190,10 @@ def test_candidates_for_quantised_products_use_the_matrix_units_and_fit(compiled
     has_codes = bool(schedule.coded_h(shape.config, has_shared=shape.S > 0))  # products of h, and of its codes
     assert len(compiled) == len(tiles) + has_codes * sum(kernel == "gemm2" for kernel, _ in tiles)
     for kernel in compiled:
-        persistent = kernel.metadata.name.startswith("_persistent")
-        unit = "wgmma" if kind == "fp8" or persistent or least_side(kernel) >= 64 else "mma"
+        persistent, few = (kernel.metadata.name.startswith(name) for name in ("_persistent", "_few_coded"))
+        unit = "wgmma" if kind == "fp8" or persistent or (not few and least_side(kernel) >= 64) else "mma"
         assert matrix_instructions(kernel) == {"wgmma e4m3" if kind == "fp8" else f"{unit} bf16"}
-        if kind == "fp8" and not kernel.metadata.name.startswith("_persistent"):  # whose steps tests of their own have
+        if kind == "fp8" and not persistent:  # whose steps tests of their own have
             check_fp8_steps(kernel)
     check_resources(compiled, tmp_path)
 
@@ -390,6 +392,23 @@ def products_of_4_bits(
         )  # fmt: skip
 
 
+@pytest.mark.parametrize("arch", [86, 120])
+def test_what_the_heuristic_takes_for_four_bits_fits_on_gpus_of_99_kib(compiled, monkeypatch, arch):
+    """A first call loads all that can be chosen, so that one tile too large would let every call fail."""
+    own = {
+        name: {getattr(r, name) for r in tuning._ROUTED["4bit"] if r.gemm1.persistent} for name in ("gemm1", "gemm2")
+    }
+    for name, tiles in own.items():
+        assert tiles == {PERSISTENT_4BIT[tile.block_m, name] for tile in tiles}
+    for name, its in (("get_current_target", GPUTarget("cuda", arch, 32)), ("get_current_device", arch)):
+        monkeypatch.setattr(type(driver._active), name, lambda self, its=its: its)
+    for tile in sorted(own["gemm1"]):
+        products_of_4_bits(tile.block_m, "int4", 128, ordered=False)
+    assert [kernel.metadata.name for kernel in compiled] == ["_grouped_gemm"] * 2 * len(own["gemm1"])
+    assert all(kernel.metadata.target.arch == arch for kernel in compiled)
+    assert max(kernel.metadata.shared for kernel in compiled) <= 99 * 1024
+
+
 def check_persistent_coded(kernel: Any, block_m: int, name: str, folder) -> None:
     """It fits, keeps all numbers in registers, and multiplies codes from there without a wait for each product."""
     step, stages = {32: (256, 4), 64: (128, 6), 128: (128, 4)}[block_m]
@@ -414,13 +433,14 @@ def check_persistent_coded(kernel: Any, block_m: int, name: str, folder) -> None
     assert not kernel.metadata.launch_pdl
 
 
-def check_few_coded(kernel: Any, rows: int, name: str, folder) -> None:
-    """A program of one warp, of which an SM has room for fourteen or more, and whose operands stay in their threads."""
+def check_few_coded(kernel: Any, rows: int, name: str, folder, room: int) -> None:
+    """A program of one warp, of which an SM has room for so many, and whose operands stay in their threads."""
     assert kernel.metadata.name == "_few_coded"
     assert kernel.metadata.num_warps == 1
-    assert 14 * (kernel.metadata.shared + 1024) <= 228 * 1024
+    assert room * (kernel.metadata.shared + 1024) <= 228 * 1024
     assert stack_bytes(kernel, folder) == 0
-    assert 14 * 32 * registers(kernel, folder) <= 65536
+    # Each quarter of an SM has 16384 registers, of which a thread gets a multiple of eight.
+    assert 4 * (16384 // (32 * triton.cdiv(registers(kernel, folder), 8) * 8)) >= room
     ptx = kernel.asm["ptx"]
     products = re.findall(r"mma\.sync\.aligned\.m16n8k16\.row\.col\.f32\.(\w+)\.\w+\.f32", ptx)
     assert products == [name] * (rows // 16 * 256 // 16)
@@ -452,8 +472,46 @@ def test_the_products_of_four_bits_and_few_rows_are_warps_on_their_own(compiled,
 
     kernels.compile_together(launch)
     assert len(compiled) == 2
-    for kernel, rows in zip(compiled, (32, 64 if I <= 256 else 32), strict=True):
-        check_few_coded(kernel, rows, "f16" if options.get("dtype") == FP16 else "bf16", tmp_path)
+    for kernel, rows, room in zip(compiled, (32, 64 if I <= 256 else 32), (16, 12), strict=True):
+        check_few_coded(kernel, rows, "f16" if options.get("dtype") == FP16 else "bf16", tmp_path, room)
+
+
+class InTorch:
+    """What `coded_few` asks of Gluon to put operands in order, of tensors on the CPU."""
+
+    @staticmethod
+    def SliceLayout(dim: int, parent: Any) -> None: ...
+
+    @staticmethod
+    def convert_layout(t: Tensor, layout: Any, assert_trivial: bool) -> Tensor:
+        return t
+
+    @staticmethod
+    def split(t: Tensor) -> tuple[Tensor, ...]:
+        return t.unbind(-1)
+
+    reshape, permute, expand_dims = Tensor.reshape, Tensor.permute, Tensor.unsqueeze
+
+
+def numbers_in_torch(words: Tensor, scale: Tensor, *_: Any) -> Tensor:
+    """[.., half, j % 2, j // 2], as `coded_persistent.numbers` says, of int4."""
+    j = torch.arange(2)[:, None, None] * 4 + torch.arange(2)[:, None] + torch.arange(2) * 2
+    return (((words[..., None, None, None] >> 4 * j) & 15) - 8) * scale[..., None, None, None]
+
+
+@pytest.mark.parametrize("group", [16, 32, 64, 128])
+@pytest.mark.parametrize("rows", [32, 64])
+def test_operands_of_few_rows_have_the_same_columns(monkeypatch, rows, group):
+    """Of codes and of a; the assembler sees which threads they are in, but not their order within a thread."""
+    monkeypatch.setattr(coded_few, "gl", InTorch)
+    monkeypatch.setattr(coded_few, "_of_groups", lambda rows, groups: None)
+    monkeypatch.setattr(coded_few, "numbers", numbers_in_torch)
+    codes, scale, a = (torch.randint(16, size) for size in ((rows, 256), (rows, 256 // group), (8, 256)))
+    q = (codes[:, ::2] | codes[:, 1::2] << 4).to(torch.uint8)  # two neighbours in a byte, the first one low
+    of_w = coded_few._operands_of_w.fn(q.view(torch.int32), scale, "int4", None, None)
+    of_a = coded_few._operands_of_a.fn(a, None)
+    w = (codes - 8) * scale.repeat_interleave(group, 1)
+    assert torch.equal(sum(one @ other for one, other in zip(of_w, of_a, strict=True)), w @ a.T)
 
 
 @pytest.mark.parametrize(
@@ -967,7 +1025,8 @@ def test_tables_end_without_a_limit_and_ascend():
         assert limits[-1] == float("inf")
     for routed in tuning._ROUTED.values():
         limits = [(r.most_rows, r.most_slots) for r in routed]
-        assert limits == sorted(set(limits))
+        for i, (rows, slots) in enumerate(limits):  # else an earlier one is always taken
+            assert not any(rows <= most_rows and slots <= most_slots for most_rows, most_slots in limits[:i]), limits
         assert limits[-1] == (float("inf"), float("inf"))
 
 

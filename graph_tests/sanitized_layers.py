@@ -30,8 +30,14 @@ from layers import error
 from torch import Tensor
 
 from dsmoe_op import cuda, dual_stream_moe, dual_stream_moe_unfinalized, finalize, formats, reference, tuning
+from dsmoe_op.cli import candidates
 
 SIZES = QUANTISED_SIZES  # for 16 bits too: wider than a tile, and no multiple of one
+FEW = {
+    name: next(tile for tile in candidates._FEW_ROWS["4bit", name] if tile.persistent and tile.block_m == 16)
+    for name in ("gemm1", "gemm2")
+}
+"""Tiles of the products of few rows of four bits."""
 LAYERS: dict[str, Formats] = FORMATS | {name: (name, name) for name in formats.FORMATS}
 MOST_TOKENS = 1000
 LIMIT = 2e-2
@@ -107,6 +113,13 @@ def run(mix: Formats) -> None:
         issue(Block(device="cpu", sizes=SIZES, formats=mix), calls(mix), kept)
         with with_tiles(gemm1=SPLIT[0], gemm2=SPLIT[1], one_launch=True):
             issue(Block(device="cpu", sizes=SIZES | {"H": 512}, formats=mix), every_end((1, 3), mix), kept)
+        if has_4_bits(mix):  # more steps than buffers, which are filled again
+            with with_tiles(**FEW, one_launch=False):
+                issue(
+                    Block(device="cpu", sizes=SIZES | {"H": 1056}, formats=mix),
+                    [OneCall(70, "router_weight", "serial")],
+                    kept,
+                )
 
 
 def issue(block: Block, calls: Iterable[OneCall], kept: list[Tensor]) -> None:

@@ -93,13 +93,13 @@ _MANY_ROWS: dict[tuple[str, str], tuple[Tile, ...]] = {
         Tile(64, 64, 128, 8, 3, swap=True, least_m=16),
         Tile(64, 32, 128, 4, 3, swap=True, least_m=16),
         Tile(64, 64, 128, 8, 3, swap=True, persistent=True, least_m=16),
-        Tile(128, 64, 128, 8, 3, swap=True, persistent=True, least_m=16),
+        Tile(128, 64, 128, 8, 2, swap=True, persistent=True, least_m=16),
     ),
     ("4bit", "gemm2"): (
         Tile(64, 128, 128, 8, 3, swap=True, least_m=16),
         Tile(64, 64, 128, 4, 3, swap=True, least_m=16),
         Tile(64, 128, 128, 8, 3, swap=True, persistent=True, least_m=16),
-        Tile(128, 128, 128, 8, 3, swap=True, persistent=True, least_m=16),
+        Tile(128, 128, 128, 8, 2, swap=True, persistent=True, least_m=16),
     ),
     ("fp8", "gemm1"): (
         Tile(64, 64, 128, 8, 3, swap=True, least_m=16),

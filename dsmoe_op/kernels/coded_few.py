@@ -1,7 +1,7 @@
 """Products of four-bit weights and few rows: programs of one warp, in Gluon (sm_90).
 
 A program has 32 rows of w, or 64 short ones, and all their columns. The copy engine fills its ring of buffers with
-codes, and it waits for no other warp; an SM has room for fourteen programs or more, which hide what each waits for.
+codes, and it waits for no other warp; an SM has room for twelve programs or more, which hide what each waits for.
 The numbers of the codes go to the small matrix instruction from registers, by eight rows of a: blocks of few rows
 mostly have no more, and the others take a round for each eight.
 
@@ -269,7 +269,11 @@ def _few_coded(
         return
     base = expert.to(gl.int64) * (HALVES * COLUMNS)
     r = gl.arange(0, ROWS, layout=gl.SliceLayout(1, SCALES))
-    scale_rows = scale_ptr + (base + _row_of_w(column + r % OWN, r // OWN, COLUMNS, INTERLEAVED)) * GROUPS
+    rows_of_w = _row_of_w(column + r % OWN, r // OWN, COLUMNS, INTERLEAVED)
+    if STEPS > 1:  # each by what takes fewer registers: with more than 128 an SM has room for four programs less
+        scale_rows = scale_ptr + base * GROUPS + rows_of_w * GROUPS
+    else:
+        scale_rows = scale_ptr + (base + rows_of_w) * GROUPS
     scale_there = column + r % OWN < COLUMNS
     s = expert * 0
     phase = s
