@@ -58,6 +58,10 @@ _MANY_ROWS_OF_4_BITS = (
     Tile(64, 64, 128, 8, 3, swap=True, least_m=16),
     Tile(64, 128, 128, 8, 3, swap=True, least_m=16),
 )
+_FEW_ROWS_OF_4_BITS = (
+    Tile(16, 32, 256, 4, 3, swap=True, persistent=True),
+    Tile(16, 128, 128, 4, 4, swap=True, persistent=True),
+)
 _MANY_ROWS_OF_FP8 = (
     Tile(64, 64, 128, 4, 3, swap=True, persistent=True, least_m=16),
     Tile(64, 128, 128, 4, 3, swap=True, persistent=True, least_m=16),
@@ -101,13 +105,10 @@ _ROUTED: dict[str, tuple[Routed, ...]] = {
     ),
     "4bit": (
         Routed(16, 16, Tile(16, 32, 256, 4, 3, swap=True), Tile(16, 128, 128, 4, 4, swap=True)),
-        # Programs of one warp (`coded_few`), which decode a weight again for each eight rows.
-        Routed(
-            8,
-            ALL,
-            Tile(16, 32, 256, 4, 3, swap=True, persistent=True),
-            Tile(16, 128, 128, 4, 4, swap=True, persistent=True),
-        ),
+        # Programs of one warp (`coded_few`), which decode a weight again for each eight rows; of few slots the persistent
+        # programs of more rows would be too few.
+        Routed(8, ALL, *_FEW_ROWS_OF_4_BITS),
+        Routed(16, 256, *_FEW_ROWS_OF_4_BITS),
         Routed(
             28,
             ALL,
