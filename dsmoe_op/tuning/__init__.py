@@ -105,8 +105,8 @@ _ROUTED: dict[str, tuple[Routed, ...]] = {
     ),
     "4bit": (
         Routed(16, 16, Tile(16, 32, 256, 4, 3, swap=True), Tile(16, 128, 128, 4, 4, swap=True)),
-        # Programs of one warp (`coded_few`), which decode a weight again for each eight rows; of few slots the persistent
-        # programs of more rows would be too few.
+        # Programs of one warp (`coded_few`), which decode a weight again for each eight rows; of few slots the
+        # persistent programs of more rows would be too few.
         Routed(8, ALL, *_FEW_ROWS_OF_4_BITS),
         Routed(16, 256, *_FEW_ROWS_OF_4_BITS),
         Routed(
