@@ -48,7 +48,13 @@ from triton.runtime.driver import driver  # noqa: E402
 from dsmoe_op import formats, kernels, schedule, tuning  # noqa: E402
 from dsmoe_op.cli import arguments, candidates, compiling, shapes  # noqa: E402
 from dsmoe_op.config import MoEConfig  # noqa: E402
-from dsmoe_op.kernels import coded_few, coded_persistent, gemm1_persistent, gemm2_persistent  # noqa: E402
+from dsmoe_op.kernels import (  # noqa: E402
+    coded_few,
+    coded_persistent,
+    fetched_codes,
+    gemm1_persistent,
+    gemm2_persistent,
+)
 from dsmoe_op.kernels.launch import INTERPRET  # noqa: E402
 from dsmoe_op.tuning import LayerTiles, Tile  # noqa: E402
 from dsmoe_op.tuning.tile import ONE_LAUNCH_KINDS  # noqa: E402
@@ -494,7 +500,7 @@ class InTorch:
 
 
 def numbers_in_torch(words: Tensor, scale: Tensor, *_: Any) -> Tensor:
-    """[.., half, j % 2, j // 2], as `coded_persistent.numbers` says, of int4."""
+    """[.., half, j % 2, j // 2], as `fetched_codes.numbers` says, of int4."""
     j = torch.arange(2)[:, None, None] * 4 + torch.arange(2)[:, None] + torch.arange(2) * 2
     return (((words[..., None, None, None] >> 4 * j) & 15) - 8) * scale[..., None, None, None]
 
@@ -1064,7 +1070,7 @@ def test_other_gpus_than_hoppers_take_the_products_without_gluon(monkeypatch) ->
     w13, coded = coded_weight("fp8_block", 3, 128, 256, 2).values()
     four_bits = coded_weight("int4", 3, 128, 256, 2, zero_point=False)
     for hopper in (True, False):
-        for module in (coded_persistent, gemm1_persistent, gemm2_persistent):
+        for module in (fetched_codes, gemm1_persistent, gemm2_persistent):
             monkeypatch.setattr(module, "is_hopper", lambda device, it=hopper: it)
         assert coded_persistent.takes(four_bits["q"], BF16, 64, four_bits["coded"], V3) == hopper
         assert coded_few.takes(four_bits["q"], BF16, 16, four_bits["coded"], V3) == hopper

@@ -18,12 +18,17 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from dsmoe_op.config import MoEConfig
 from dsmoe_op.kernels.coded import Coded
-from dsmoe_op.kernels.coded_persistent import decodes, doubled, numbers
 from dsmoe_op.kernels.epilogue import activate
+from dsmoe_op.kernels.fetched_codes import (
+    boxes,
+    compiled_for,
+    decodes,
+    doubled,
+    numbers,
+)
 from dsmoe_op.kernels.launch import launch, row_stride
 from dsmoe_op.kernels.ring import load_box, meet, next_buffer, read_rows, reinterpret
 
@@ -63,24 +68,17 @@ def coded_few(
         config: that of the layer, for GEMM 1.
         bias: [E, H] or [E, 2I] contiguous, any float dtype.
     """
-    form = coded.form
-    assert form is not None
-    experts, _, width = w.shape
-    columns = out.shape[1]
+    columns, width = out.shape[1], w.shape[-1]
     gated = config is not None
-    interleaved = config is not None and config.w13_order == "interleaved"
     steps = triton.cdiv(2 * width, _STEP)
     rows = 32 if gated or steps > 1 else 64
     own = rows // (1 + gated)
-    shape = [experts * columns, 2, width] if interleaved else [experts * (1 + gated), columns, width]
-    box = [own, 1, _STEP // 2] if interleaved else [1, own, _STEP // 2]
-    layout = gl.NVMMASharedLayout(swizzle_byte_width=_STEP // 2, element_bitwidth=8, rank=3)
     num_blocks = blocks_3B.shape[1]
     args = (
         a,
         row_stride(a),
         sorted_slot_N,
-        TensorDescriptor(w, shape, [shape[1] * width, width, 1], box, layout),
+        boxes(w, columns, config, own, _STEP),
         coded.scale,
         coded.global_scale,
         bias,
@@ -89,21 +87,10 @@ def coded_few(
         num_blocks,
     )
     meta = {
-        "K": 1 if config is None else config.top_k,
-        "COLUMNS": columns,
-        "INNER": 2 * width,
+        **compiled_for(w, columns, coded, config),
         "ROWS": rows,
         "STEP": _STEP,
         "STAGES": min(_STAGES, steps),
-        "NAME": form[0],
-        "GROUP": form[1],
-        "GROUPS": form[2],
-        "PER_TENSOR": form[5],
-        "INTERLEAVED": interleaved,
-        "ACTIVATION": None if config is None else config.activation,
-        "UP_FIRST": config is not None and config.w13_order == "up_gate",
-        "CLAMP": None if config is None else config.clamp_routed,
-        "CLAMP_AFTER": config is not None and config.clamp_after_activation,
         "num_warps": 1,
     }
     launch(_few_coded, (num_blocks * triton.cdiv(columns, own),), args, meta, warmup=warmup)

@@ -35,7 +35,7 @@ class LayerTiles(NamedTuple):
 
 
 ONE_LAUNCH_TOKENS = 64
-"""T up to which the products are one launch."""
+"""T up to which the products can be one launch."""
 
 ONE_LAUNCH_KINDS = ("16bit", "fp8", "4bit")
 """Of the routed experts' products, for which there is such a launch."""
