@@ -21,6 +21,7 @@ from triton.backends.nvidia.compiler import get_ptxas
 from triton.runtime.driver import driver
 
 from dsmoe_op import formats, kernels, tuning
+from dsmoe_op.cli import candidates
 from dsmoe_op.config import MoEConfig
 from dsmoe_op.kernels import launch as launch_module
 from dsmoe_op.tuning import LayerTiles, Tile
@@ -367,3 +368,46 @@ def coded_weight(
     given = torch.empty(1, dtype=FP32, device="meta") if format.activations == "tensor" else None
     parts = formats.Quantised(q, scales, zero, global_scale, given)
     return {"q": q, "coded": kernels.coded(name, parts, R, C, halves, interleaved)}
+
+
+PERSISTENT_4BIT = {
+    (tile.block_m, name): tile
+    for name in ("gemm1", "gemm2")
+    for tile in candidates._FEW_ROWS["4bit", name] + candidates._MANY_ROWS["4bit", name]
+    if tile.persistent
+}
+"""By rows of a block, and product."""
+
+
+def products_of_4_bits(
+    block_m: int, name: str, group: int, products: tuple[str, ...] = ("gemm1", "gemm2"), *, H: int | None = None,
+    I: int | None = None, config: MoEConfig = V3, dtype: torch.dtype = BF16, bias: torch.dtype | None = FP32,
+    ordered: bool = True, **options: Any,
+) -> None:  # fmt: skip
+    """Launches of the routed experts' products, with rows in the order of codes or the ordinary ones of the same tiles.
+
+    Blocks of 16 rows take rows as they are. H and I are whole groups. options: of `coded_weight`.
+    """
+    tiles = {what: PERSISTENT_4BIT[block_m, what]._replace(persistent=ordered or block_m > 16) for what in products}
+    ordered &= block_m > 16
+    T, E, least = 70, 8, max(group, 32)
+    H, I = H or 2048 - least, I or 11 * least
+    N, layer = T * config.top_k, Layer(T=T, H=H, I=I, E=E, config=config, dtype=dtype)
+    rows = layer.rows(block_m)
+    args: dict[str, Any] = {"config": config, "blocks": rows.blocks_3B, "taken": rows.taken, "warmup": True}
+    options = {"group": group, "zero_point": False, "scale": dtype if name == "int4" else None, **options}
+    if "gemm1" in products:
+        R, interleaved = (1 + config.gated) * I, config.w13_order == "interleaved"
+        w13 = coded_weight(name, E, R, H, 1 + config.gated, interleaved=interleaved, **options)
+        kernels.gemm1(
+            layer.x, tile=tiles["gemm1"], w13=w13["q"], coded=w13["coded"],
+            w13_bias=layer.tensor(E, R, dtype=bias) if bias else None, sorted_slot_N=rows.sorted_slot_N,
+            h_NI=layer.tensor(N, I), x_ordered=layer.x if ordered else None, **args,
+        )  # fmt: skip
+    if "gemm2" in products:
+        w2 = coded_weight(name, E, H, I, 1, **options)
+        kernels.gemm2(
+            tile=tiles["gemm2"], w2=w2["q"], coded=w2["coded"],
+            w2_bias=layer.tensor(E, H, dtype=bias) if bias else None, offsets=rows.offsets, h_NI=layer.tensor(N, I),
+            y_NH=layer.tensor(N, H), h_is_ordered=ordered, **args,
+        )  # fmt: skip
