@@ -59,15 +59,14 @@ def call(request) -> Call:
 
 @pytest.fixture(scope="module")
 def names(call) -> dict[int, str]:
-    """Which launch a kernel is: one layer on one stream issues them in the order that is known."""
-    serial = call.launches["serial"]
-    kernels = functions(graph_of(call, layers=1, schedule="serial"))
-    assert len(kernels) == len(serial)
-    assert len(set(kernels)) == len(serial)
-    found = dict(zip(kernels, serial, strict=True))
-    # Of few tokens, the experts' launch is another binary on two streams, and one after it ends the layer.
-    others = [kernel for kernel in functions(graph_of(call, layers=1, schedule="dual")) if kernel not in found]
-    return found | dict(zip(others, [name for name in call.launches["dual"] if name not in serial], strict=True))
+    """Which launch a kernel is: one layer issues them in the order that is known."""
+    found: dict[int, str] = {}
+    for schedule in ("serial", "dual"):  # of some launches another binary where another one comes before or after it
+        kernels = functions(graph_of(call, layers=1, schedule=schedule))
+        assert len(set(kernels)) == len(kernels)
+        for kernel, name in zip(kernels, call.launches[schedule], strict=True):
+            assert found.setdefault(kernel, name) == name
+    return found
 
 
 def layers_of(graph: Graph, names: dict[int, str]) -> list[dict[str, int]]:
