@@ -256,11 +256,9 @@ def _few_coded(
         return
     base = expert.to(gl.int64) * (HALVES * COLUMNS)
     r = gl.arange(0, ROWS, layout=gl.SliceLayout(1, SCALES))
-    rows_of_w = _row_of_w(column + r % OWN, r // OWN, COLUMNS, INTERLEAVED)
-    if STEPS > 1:  # each by what takes fewer registers: with more than 128 an SM has room for four programs less
-        scale_rows = scale_ptr + base * GROUPS + rows_of_w * GROUPS
-    else:
-        scale_rows = scale_ptr + (base + rows_of_w) * GROUPS
+    # In 64 bits, although 32 for an expert's rows would take eleven registers less (Triton 3.6, int4): sixteen programs
+    # then fill an SM, where the shared expert's find no room. Twelve are as fast alone, and leave it some.
+    scale_rows = scale_ptr + (base + _row_of_w(column + r % OWN, r // OWN, COLUMNS, INTERLEAVED)) * GROUPS
     scale_there = column + r % OWN < COLUMNS
     s = expert * 0
     phase = s
