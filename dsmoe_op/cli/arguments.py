@@ -63,7 +63,7 @@ class Formats(NamedTuple):
         return any(name is not None and FORMATS[name].activations is not None for name in self)
 
 
-FORMATS_ACCEPTED = f"one of {', '.join(FORMATS)} for all experts, or ROUTED+SHARED, each one of these or none"
+FORMATS_ACCEPTED = f"none, one of {', '.join(FORMATS)} for all experts, or ROUTED+SHARED, each one of these"
 
 
 def formats(text: str) -> Formats:
@@ -73,6 +73,11 @@ def formats(text: str) -> Formats:
         raise argparse.ArgumentTypeError(f"expected {FORMATS_ACCEPTED}, got {text!r}")
     routed, shared = (cast("FormatName | None", None if name == "none" else name) for name in (names[0], names[-1]))
     return Formats(routed, shared)
+
+
+def formats_or_none(text: str) -> Formats | None:
+    """The same, or none at all."""
+    return None if text == "none" else formats(text)
 
 
 def text(value: str) -> str:

@@ -284,7 +284,7 @@ def add_parser(subparsers: Any) -> None:
         help=f"some of {', '.join(DTYPES)} (bf16)",
     )
     quantise = f"quantise the op's experts, the others have what that stands for: {arguments.FORMATS_ACCEPTED} (none)"
-    add("--format", type=arguments.formats, metavar="NAME", help=quantise)
+    add("--format", type=arguments.formats_or_none, metavar="NAME", help=quantise)
     add(
         "--schedule",
         type=arguments.some_of(SCHEDULES),

@@ -171,7 +171,7 @@ def add_parser(subparsers: Any) -> None:
     add("--tokens", type=arguments.integer(2, 1024), default=32, metavar="N", help="new tokens of each request (32)")
     add("--schedule", choices=list(SCHEDULES), default="auto", help="of the op (auto)")
     quantise = f"quantise the experts' weights: {arguments.FORMATS_ACCEPTED} (none)"
-    add("--format", type=arguments.formats, metavar="NAME", help=quantise)
+    add("--format", type=arguments.formats_or_none, metavar="NAME", help=quantise)
     add("--seed", type=arguments.integer(0, 2**31), default=0, metavar="N", help="of the weights (0)")
     add("--enable-torch-compile", action="store_true", help="compile the decode step, fullgraph=True")
     sizes = arguments.integers(1, 512)

@@ -53,7 +53,7 @@ def add_parser(subparsers: Any) -> None:
     default = ",".join(map(str, TOKENS))
     add("--tokens", type=_tokens, default=TOKENS, metavar="1,4", help=f"one for each bucket that is wanted ({default})")
     quantised = f"of the experts' weights: {arguments.FORMATS_ACCEPTED} (none)"
-    add("--format", type=arguments.formats, metavar="NAME", help=quantised)
+    add("--format", type=arguments.formats_or_none, metavar="NAME", help=quantised)
     add("--minutes", type=_minutes, default=10.0, metavar="M", help="stop after so long, with what is done (10)")
     add("--out", type=Path, metavar="PATH", help="the table (its library name, such as nvidia_h200.json, here)")
     add("--resume", action="store_true", help="keep what PATH has, and do the rest")
