@@ -419,9 +419,9 @@ def test_shared_expert_is_zero_on_padding_whatever_lies_there(rng, tile):
 
 
 @pytest.mark.parametrize(("dtype", "tile1", "tile2"), pairs_of_tiles(), ids=tile_id)
-@pytest.mark.parametrize("order", ["up_gate", "interleaved"])
-def test_one_launch_for_routed_and_shared_equals_two(rng, dtype, tile1, tile2, order):
+def test_one_launch_for_routed_and_shared_equals_two(rng, dtype, tile1, tile2):
     """And so is right, as the two are."""
+    order = ("up_gate", "interleaved")[int(torch.randint(2, (), generator=rng))]
     H, I, S, E, K = 80, 48, 96, 5, 2
     config = MoEConfig(top_k=K, clamp_routed=0.5, w13_order=order)
     w13, w2 = randn(rng, E, 2 * I, H, dtype=dtype), randn(rng, E, H, I, dtype=dtype)
@@ -515,7 +515,7 @@ def pairs_of_one_launch() -> list[tuple[Tile, Tile]]:
     """The heuristic's, and two that a table may have."""
     pairs = [v[:2] for v in layer_variants("16bit") if v.one_launch]
     pairs += [
-        (Tile(8, 16, 64, 4, 2, swap=True), Tile(8, 32, 16, 4, 3)),
+        (Tile(8, 16, 64, 4, 2, swap=True), Tile(8, 64, 32, 4, 3)),
         (Tile(64, 32, 32, 8, 2), Tile(64, 64, 32, 8, 2)),
     ]
     return list(dict.fromkeys(pairs))

@@ -469,12 +469,22 @@ def test_warps_that_share_a_token_choose_as_one_does(rng, E, knobs, T):
             torch.testing.assert_close(got[1][clear].to(FP64), want_weights[clear].to(FP64), rtol=1e-6, atol=1e-6)
 
 
-@pytest.mark.parametrize("tokens", [1, 3])
 @pytest.mark.parametrize(
-    ("T", "chunk"),
-    [(1, None), (2, 16), (3, None), (40, None), (40, 16), (90, None), (90, 64), (90, 4)],  # the last: tickets
+    ("T", "chunk", "tokens"),
+    [
+        (1, None, 1),
+        (1, None, 3),
+        (2, 16, 3),
+        (3, None, 1),
+        (40, None, 3),
+        (40, 16, 1),
+        (40, 16, 3),
+        (90, None, 1),
+        (90, 64, 3),
+        (90, 4, 3),  # tickets
+    ],
 )
-def test_one_launch_of_choice_and_order_is_the_two_in_a_row(rng, monkeypatch, T, tokens, chunk):
+def test_one_launch_of_choice_and_order_is_the_two_in_a_row(rng, monkeypatch, T, chunk, tokens):
     if chunk:
         use_order(monkeypatch, OrderBlock(16, 1), chunk)
     monkeypatch.setattr(route_module, "choice_tokens", lambda T, most: min(tokens, most))

@@ -102,7 +102,7 @@ def test_a_machine_without_a_gpu_is_told_so(monkeypatch: pytest.MonkeyPatch, cap
         (["--tokens", "0"], "expected integers in 1.."),
         (["--minutes", "0"], "--minutes: expected a number above 0, up to 1440, got '0'"),
         (["--shape", "64/40/16/4/64"], "--shape: expected multiples of 16, got I=40"),
-        (["--format", "int5"], "--format: expected one of fp8_block, "),
+        (["--format", "int5"], "--format: expected none, one of fp8_block, "),
         (
             ["--format", "none+int4", "--shape", PLAIN],
             "--format: expected a format of the routed experts, since 64/32/",
