@@ -36,6 +36,7 @@ from triton.runtime.interpreter import InterpreterBuilder
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 import dsmoe_op.kernels.gemm as gemm_module
+import dsmoe_op.kernels.grouped as grouped_module
 from dsmoe_op import kernels, reference
 from dsmoe_op.config import MoEConfig
 from dsmoe_op.tuning import (
@@ -90,13 +91,13 @@ TALL = {
 def descriptors(monkeypatch) -> list[int]:
     """How many weights each launch of a product fetches by the copy engine."""
     found: list[int] = []
-    launch = gemm_module.launch
+    launch = grouped_module.launch
 
     def counted(kernel, grid, args, meta, **options):
         found.append(sum(isinstance(arg, TensorDescriptor) for arg in args))
         launch(kernel, grid, args, meta, **options)
 
-    monkeypatch.setattr(gemm_module, "launch", counted)
+    monkeypatch.setattr(grouped_module, "launch", counted)
     return found
 
 

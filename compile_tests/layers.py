@@ -16,7 +16,7 @@ T, H, E, K, I, S = 7, 48, 12, 3, 32, 80
 WAYS = ("router_weight", "router_logits", "topk_ids")
 """The ways in, named by the argument that each is known by."""
 LAUNCHERS = (
-    "quantize", "reorder", "router", "route", "gemm", "coded_few", "coded_persistent", "gemm1_persistent",
+    "quantize", "reorder", "router", "route", "gemm", "grouped", "coded_few", "coded_persistent", "gemm1_persistent",
     "gemm2_persistent", "experts", "gate", "finalize",
 )  # fmt: skip
 """Modules of kernels that launch."""

@@ -306,7 +306,7 @@ def coded_products(
     LARGEST: tl.constexpr = LARGEST_E4M3,
     LEAST: tl.constexpr = LEAST_AMAX,
 ):
-    """float32 [BLOCK_M, ROWS] of rows of a by rows of w, or [ROWS, BLOCK_M] with SWAP, as `gemm._products` has it.
+    """float32 [BLOCK_M, ROWS] of rows of a by rows of w, or [ROWS, BLOCK_M] with SWAP, as `grouped._products` has it.
 
     w_ptr points to the expert's q; scale_ptrs to all experts' scales, zero points, scales for a tensor and of inputs.
     The last of them, where it is not None, points to the scales of a, which is fp8 already; read_M are its rows.

@@ -23,7 +23,7 @@ from dsmoe_op.kernels.arrivals import arrive, wait_for
 from dsmoe_op.kernels.coded import PLAIN, Coded, takes_part
 from dsmoe_op.kernels.epilogue import store_zeros
 from dsmoe_op.kernels.finalize import sum_of_rows
-from dsmoe_op.kernels.gemm import routed_rows, rows_product, shared_rows
+from dsmoe_op.kernels.grouped import routed_rows, rows_product, shared_rows
 from dsmoe_op.kernels.launch import INTERPRET, launch, row_stride
 from dsmoe_op.kernels.order import Rows
 from dsmoe_op.kernels.overlap import begin
