@@ -216,8 +216,9 @@ def test_a_format_is_in_the_shapes_name_and_config(capsys: pytest.CaptureFixture
     assert '"routed_format":"mxfp4"' in result["shapes"][f"{TINY} mxfp4"]["config"]
 
 
-def test_the_format_none_leaves_the_weights_as_they_are(capsys: pytest.CaptureFixture[str]) -> None:
-    assert _bench("--format", "none", "--json") == 0
+@pytest.mark.parametrize("format", ["none", "none+none"])
+def test_the_format_none_leaves_the_weights_as_they_are(format: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert _bench("--format", format, "--json") == 0
     result = json.loads(capsys.readouterr().out)
     assert {row["shape"] for row in result["rows"]} == {TINY}
 
@@ -450,7 +451,6 @@ def test_kernels_that_do_not_repeat_are_added_by_name() -> None:
         (["--device", "cuda"], "--device", "cpu"),
         (["--csv", "/no/such/folder/x.csv"], "--csv", "no folder"),
         (["--format", "fp4"], "--format", "or ROUTED+SHARED"),
-        (["--format", "none+none"], "--format", "or ROUTED+SHARED"),
         (["--format", "int4+none+none"], "--format", "or ROUTED+SHARED"),
         (["--format", "none+int4", "--shape", "64/32/16/4/0"], "--format", "a format of the routed experts"),
         (["--format", "int4+none", "--schedule", "fused", "--shape", "64/32/16/4/64"], "--schedule", "in one format"),

@@ -95,7 +95,7 @@ def test_the_package_runs_as_a_module() -> None:
         ("run --dtype int8", "--dtype", "bf16"),
         ("run --device cuda", "--device", "cpu"),
         ("run --format fp4", "--format", "mxfp4"),
-        ("run --format none+none", "--format", "or ROUTED+SHARED"),
+        ("run --format none+none+none", "--format", "or ROUTED+SHARED"),
         ("run --family gpt2", "--family", "deepseek_v3"),
         ("run --schedule both", "--schedule", "dual_shared_main"),
         ("run --cuda-graph-bs 1,two", "--cuda-graph-bs", "1..512 separated by commas"),

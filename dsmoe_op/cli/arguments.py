@@ -69,15 +69,16 @@ FORMATS_ACCEPTED = f"none, one of {', '.join(FORMATS)} for all experts, or ROUTE
 def formats(text: str) -> Formats:
     """Such as int4 for both, or int4+none."""
     names = text.split("+")
-    if len(names) > 2 or not set(names) <= {*FORMATS, "none"} or set(names) == {"none"}:
+    if len(names) > 2 or not set(names) <= {*FORMATS, "none"}:
         raise argparse.ArgumentTypeError(f"expected {FORMATS_ACCEPTED}, got {text!r}")
     routed, shared = (cast("FormatName | None", None if name == "none" else name) for name in (names[0], names[-1]))
     return Formats(routed, shared)
 
 
 def formats_or_none(text: str) -> Formats | None:
-    """The same, or none at all."""
-    return None if text == "none" else formats(text)
+    """The same; None where nothing is quantised."""
+    found = formats(text)
+    return found if any(found) else None
 
 
 def text(value: str) -> str:
