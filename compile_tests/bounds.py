@@ -50,7 +50,7 @@ FP8_PRODUCTS = 32
 """That an instruction adds up, such as wgmma's with k32."""
 FP8_STEP = 128
 """Columns whose products the matrix unit adds up from zero, in kernels/coded.py's steps; steps are added in float32.
-`test_kernels_sm90.py` holds the binaries to both numbers."""
+`test_quantised_sm90.py` holds the binaries to both numbers."""
 
 
 def fp8_fraction(device: torch.device) -> int | None:

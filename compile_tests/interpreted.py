@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 from torch import Tensor
@@ -114,3 +116,40 @@ def order_rows(
 def order_of(ids: Tensor, E: int, tile: Tile) -> kernels.Rows:
     rows, _, _ = order_rows(ids, torch.ones(ids.shape), E=E, block_m=tile.block_m, tail=tile.tail)
     return rows
+
+
+def tile_id(value: object) -> str | None:
+    if not isinstance(value, Tile):
+        return str(value).removeprefix("torch.") if isinstance(value, torch.dtype) else None
+    words = [word for word in ("swap", "tma", "persistent") if getattr(value, word)]
+    return "-".join(
+        [
+            "x".join(map(str, value[:3])),
+            *words,
+            *(f"{name}{getattr(value, name)}" for name in ("least_m", "tail") if getattr(value, name)),
+        ]
+    )
+
+
+def experts_of(offsets: Tensor) -> list[slice]:
+    return [slice(*ends) for ends in itertools.pairwise(offsets.tolist())]
+
+
+def gemm1_oracle(x, w13, bias, config, rows: kernels.Rows, weights=None):
+    """float64 [rows, I], and [rows, 2I] of sums before the activation."""
+    slots = rows.sorted_slot_N[: rows.offsets[-1]].long()
+    x_rows = x[slots // config.top_k]
+    if weights is not None:
+        x_rows = (x_rows.float() * weights.flatten()[slots, None]).to(x.dtype)
+    h = torch.zeros(len(slots), w13.shape[1], dtype=FP64)
+    for expert, its in enumerate(experts_of(rows.offsets)):
+        h[its] = x_rows[its].to(FP64) @ w13[expert].to(FP64).T + (0 if bias is None else bias[expert].to(FP64))
+    return reference.activation(h, config, clamp=config.clamp_routed, order=config.w13_order), h
+
+
+def some_ids(rng, T: int, K: int, E: int) -> Tensor:
+    """Some experts empty, one crowded, some slots without one."""
+    ids = torch.randint(-1, E, (T, K), generator=rng, dtype=torch.int32)
+    ids[ids == 1] = 2
+    ids[T // 2 :, 0] = 3
+    return ids

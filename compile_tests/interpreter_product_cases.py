@@ -23,16 +23,19 @@ from interpreted import (
     clear_rows,
     close,
     empty_rows,
+    experts_of,
+    gemm1_oracle,
     order_of,
-    order_rows,
     padded_rows,
     randn,
     rng,
     router_logits,
+    some_ids,
+    tile_id,
     transposed,
 )
+from layers import LAUNCHERS
 from torch import Tensor
-from triton.runtime.interpreter import InterpreterBuilder
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 import dsmoe_op.kernels.gemm as gemm_module
@@ -65,19 +68,6 @@ def every_tile(gemm: str) -> list[tuple[torch.dtype, Tile]]:
     return list(found)
 
 
-def tile_id(value: object) -> str | None:
-    if not isinstance(value, Tile):
-        return str(value).removeprefix("torch.") if isinstance(value, torch.dtype) else None
-    words = [word for word in ("swap", "tma", "persistent") if getattr(value, word)]
-    return "-".join(
-        [
-            "x".join(map(str, value[:3])),
-            *words,
-            *(f"{name}{getattr(value, name)}" for name in ("least_m", "tail") if getattr(value, name)),
-        ]
-    )
-
-
 SMALL = Tile(16, 32, 128, 4, 4, swap=True)
 LARGE = Tile(64, 128, 64, 4, 4, tma=True, least_m=16)
 TALL = {
@@ -99,30 +89,6 @@ def descriptors(monkeypatch) -> list[int]:
 
     monkeypatch.setattr(grouped_module, "launch", counted)
     return found
-
-
-def experts_of(offsets: Tensor) -> list[slice]:
-    return [slice(*ends) for ends in itertools.pairwise(offsets.tolist())]
-
-
-def gemm1_oracle(x, w13, bias, config, rows: kernels.Rows, weights=None):
-    """float64 [rows, I], and [rows, 2I] of sums before the activation."""
-    slots = rows.sorted_slot_N[: rows.offsets[-1]].long()
-    x_rows = x[slots // config.top_k]
-    if weights is not None:
-        x_rows = (x_rows.float() * weights.flatten()[slots, None]).to(x.dtype)
-    h = torch.zeros(len(slots), w13.shape[1], dtype=FP64)
-    for expert, its in enumerate(experts_of(rows.offsets)):
-        h[its] = x_rows[its].to(FP64) @ w13[expert].to(FP64).T + (0 if bias is None else bias[expert].to(FP64))
-    return reference.activation(h, config, clamp=config.clamp_routed, order=config.w13_order), h
-
-
-def some_ids(rng, T: int, K: int, E: int) -> Tensor:
-    """Some experts empty, one crowded, some slots without one."""
-    ids = torch.randint(-1, E, (T, K), generator=rng, dtype=torch.int32)
-    ids[ids == 1] = 2
-    ids[T // 2 :, 0] = 3
-    return ids
 
 
 HEIGHTS = (1, 15, 16, 17, 31, 33, 63, 64, 65, 127, 128, 129, 192, 193)
@@ -419,10 +385,13 @@ def test_shared_expert_is_zero_on_padding_whatever_lies_there(rng, tile):
     assert (shared[2:] == 0).all()
 
 
-@pytest.mark.parametrize(("dtype", "tile1", "tile2"), pairs_of_tiles(), ids=tile_id)
-def test_one_launch_for_routed_and_shared_equals_two(rng, dtype, tile1, tile2):
+@pytest.mark.parametrize(
+    ("dtype", "tile1", "tile2", "order"),
+    [(*pair, ("up_gate", "interleaved")[n // 2 % 2]) for n, pair in enumerate(pairs_of_tiles())],  # tma alternates
+    ids=tile_id,
+)
+def test_one_launch_for_routed_and_shared_equals_two(rng, dtype, tile1, tile2, order):
     """And so is right, as the two are."""
-    order = ("up_gate", "interleaved")[int(torch.randint(2, (), generator=rng))]
     H, I, S, E, K = 80, 48, 96, 5, 2
     config = MoEConfig(top_k=K, clamp_routed=0.5, w13_order=order)
     w13, w2 = randn(rng, E, 2 * I, H, dtype=dtype), randn(rng, E, H, I, dtype=dtype)
@@ -509,146 +478,6 @@ def test_finalize_adds_zero_experts_and_nothing_for_ids_without_one(rng):
     close(out[1], 3 * weights[1, 1].double() * y[0].double())
 
 
-# Few tokens' experts in one launch
-
-
-def pairs_of_one_launch() -> list[tuple[Tile, Tile]]:
-    """The heuristic's, and two that a table may have."""
-    pairs = [v[:2] for v in layer_variants("16bit") if v.one_launch]
-    pairs += [
-        (Tile(8, 16, 64, 4, 2, swap=True), Tile(8, 64, 32, 4, 3)),
-        (Tile(64, 32, 32, 8, 2), Tile(64, 64, 32, 8, 2)),
-    ]
-    return list(dict.fromkeys(pairs))
-
-
-@pytest.mark.parametrize("tiles", pairs_of_one_launch(), ids=lambda pair: "-".join(map(tile_id, pair)))
-def test_one_launch_has_the_bits_of_gemm1_gemm2_and_finalize(rng, tiles):
-    """With several blocks of an expert, masked edges, and routed experts alone or beside the shared one."""
-    T, H, I, S, E, K = 40, 272, 48, 80, 5, 3
-    one, two = tiles
-    config = MoEConfig(top_k=K, clamp_routed=0.9, combine="average")
-    w13, w2 = randn(rng, E, 2 * I, H, dtype=FP16, scale=0.2), randn(rng, E, H, I, dtype=FP16)
-    shared_w13, shared_w2 = randn(rng, 2 * S, H, dtype=FP16, scale=0.2), transposed(randn(rng, H, S, dtype=FP16))
-    w13_bias, w2_bias = randn(rng, E, 2 * I, dtype=FP16), randn(rng, E, H)
-    x, gate, weights = padded_rows(randn(rng, T, H, dtype=FP16)), torch.rand(T, generator=rng), randn(rng, T, K)
-    valid = torch.tensor([T - 3], dtype=torch.int32)
-    ids = some_ids(rng, T, K, E)
-    ids[T - 3 :] = -1
-    for fused, ends in ((False, True), (True, True), (True, False)):
-        rows = order_of(ids, E, one)
-        outs = []
-        for together in (False, True):
-            h, y = torch.full((T * K, I), NAN, dtype=FP16), torch.full((T * K, H), NAN, dtype=FP16)
-            h_shared, shared = torch.full((T, S), NAN, dtype=FP16), torch.full((T, H), NAN, dtype=FP16)
-            out = torch.full((T, H), NAN, dtype=FP16)
-            first = {"w13": w13, "w13_bias": w13_bias, "h_NI": h}
-            second = {"w2": w2, "w2_bias": w2_bias, "y_NH": y, "zero_tail": not ends}
-            if fused:
-                first |= {"shared_w13": shared_w13, "h_shared_TS": h_shared, "num_valid_tokens": valid}
-                second |= {"shared_w2": shared_w2, "gate_T": gate, "shared_TH": shared}
-            if together:
-                kernels.experts(
-                    x, config=config, tiles=tiles, rows=rows, topk_ids_TK=ids, topk_weights_TK=weights,
-                    out_TH=out if ends else None, **first, **second,
-                )  # fmt: skip
-            else:
-                kernels.gemm1(
-                    x, config=config, tile=one, blocks=rows.blocks_3B, sorted_slot_N=rows.sorted_slot_N, **first
-                )
-                second |= {"h_NI": h} | ({"h_shared_TS": h_shared, "num_valid_tokens": valid} if fused else {})
-                kernels.gemm2(config=config, tile=two, blocks=rows.blocks_3B, **second)
-                if ends:
-                    kernels.finalize(
-                        y, ids, weights, rows.row_of_TK, shared if fused else None, None, out, config=config
-                    )
-            outs.append((h[: rows.offsets[-1]], y[: None if not ends else rows.offsets[-1]], shared, out))
-        for apart, got, there in zip(*outs, (True, True, fused, ends), strict=True):
-            assert apart.isfinite().all() or not there
-            assert torch.equal(got, apart) or not there
-
-
-@pytest.mark.parametrize(("splits", "swap", "H"), [(2, True, 192), (4, True, 256), (4, False, 128), (4, True, 144)])
-@pytest.mark.parametrize(
-    "options", [{}, {"w13_order": "interleaved"}, {"activation": "relu2"}, {"apply_router_weight_on_input": True}]
-)
-def test_programs_may_share_the_tiles_of_the_one_launchs_gemm1(rng, options, splits, swap, H):
-    """Where H has whole parts, which 144 has not. Every program but the last one of a tile only leaves its part."""
-    T, I, S, E, K = 11, 48, 80, 5, 3
-    tiles = Tile(16, 32, 32, 4, 3, swap=swap, splits=splits), Tile(16, 128, 32, 4, 3, swap=swap)
-    config = MoEConfig(top_k=K, clamp_routed=0.9, **options)
-    width = 1 + config.gated
-    w13, w2 = randn(rng, E, width * I, H, dtype=FP16, scale=0.2), randn(rng, E, H, I, dtype=FP16)
-    shared_w13, shared_w2 = transposed(randn(rng, width * S, H, dtype=FP16, scale=0.2)), randn(rng, H, S, dtype=FP16)
-    bias, x, weights = randn(rng, E, width * I), padded_rows(randn(rng, T, H, dtype=FP16)), torch.rand(T, K)
-    valid, ids = torch.tensor([T - 3], dtype=torch.int32), some_ids(rng, T, K, E)
-    ids[T - 3 :] = -1
-    rows = order_rows(ids, weights, E=E, arrivals=kernels.num_arrivals(20, T, H, I, S, tiles))[0]
-    h, h_shared = torch.full((T * K, I), NAN, dtype=FP16), torch.full((T, S), NAN, dtype=FP16)
-    y, shared, out = (torch.full((n, H), NAN, dtype=FP16) for n in (T * K, T, T))
-    parts = torch.full((kernels.num_parts(T, K, I, S, config.gated, tiles[0]),), NAN)
-    kernels.experts(
-        x, config=config, tiles=tiles, rows=rows, topk_ids_TK=ids, topk_weights_TK=weights, w13=w13, w13_bias=bias,
-        w2=w2, h_NI=h, y_NH=y, shared_w13=shared_w13, shared_w2=shared_w2, h_shared_TS=h_shared, shared_TH=shared,
-        num_valid_tokens=valid, out_TH=out, parts=parts,
-    )  # fmt: skip
-    on_input = weights if config.apply_router_weight_on_input else None
-    want, sums = gemm1_oracle(x, w13, bias, config, rows, on_input)
-    close(h[: len(want)], want, sums=sums)
-    sums = x.to(FP64) @ shared_w13.to(FP64).T
-    close(h_shared[:-3], reference.activation(sums, config, clamp=None)[:-3], sums=sums)
-    assert (h_shared[-3:] == 0).all()
-    assert parts.isnan().all() == (H == 144)
-    assert out.isfinite().all()
-    # The rest has the bits of the launches of its own, for these h.
-    apart, alone = torch.full_like(y, NAN), torch.full_like(out, NAN)
-    kernels.gemm2(config=config, tile=tiles[1], w2=w2, blocks=rows.blocks_3B, h_NI=h, y_NH=apart)
-    kernels.finalize(apart, ids, weights, rows.row_of_TK, shared, None, alone, config=config)
-    assert torch.equal(out, alone)
-
-
-@pytest.mark.parametrize("splits", [2, 8])
-def test_split_tiles_have_the_same_bits_whoever_is_last(rng, monkeypatch, splits):
-    """The interpreter runs programs by ascending number, so here GEMM 1's take their numbers at random."""
-    T, H, I, S, E, K = 7, 128, 48, 80, 5, 2
-    tiles = Tile(16, 32, 16, 4, 3, swap=splits == 2, splits=splits), Tile(16, 64, 16, 4, 3, swap=True)
-    config, ids, weights = MoEConfig(top_k=K), some_ids(rng, T, K, E), torch.rand(T, K)
-    w13, w2 = randn(rng, E, 2 * I, H, dtype=FP16, scale=0.2), randn(rng, E, H, I, dtype=FP16)
-    shared_w13, shared_w2 = randn(rng, 2 * S, H, dtype=FP16, scale=0.2), randn(rng, H, S, dtype=FP16)
-    x, number = randn(rng, T, H, dtype=FP16), InterpreterBuilder.set_grid_idx
-    found = []
-    for i in range(5):
-        rows = order_rows(ids, weights, E=E, arrivals=kernels.num_arrivals(20, T, H, I, S, tiles))[0]
-        sizes = (T * K, I), (T, S), (T * K, H), (T, H), (T, H)
-        h, h_shared, y, shared, out = (torch.full(size, NAN, dtype=FP16) for size in sizes)
-        order = list(range(splits * (rows.blocks_3B.shape[1] * 2 + 3)))
-        if i:
-            order = torch.randperm(len(order), generator=rng).tolist()
-        with monkeypatch.context() as patch:
-            patch.setattr(
-                InterpreterBuilder,
-                "set_grid_idx",
-                lambda self, x, y, z, order=order: number(self, order[x] if x < len(order) else x, y, z),
-            )
-            kernels.experts(
-                x, config=config, tiles=tiles, rows=rows, w13=w13, w2=w2, h_NI=h, y_NH=y, topk_ids_TK=ids,
-                topk_weights_TK=weights, shared_w13=shared_w13, shared_w2=shared_w2, h_shared_TS=h_shared,
-                shared_TH=shared, out_TH=out, parts=torch.full((kernels.num_parts(T, K, I, S, True, tiles[0]),), NAN),
-            )  # fmt: skip
-        want, sums = gemm1_oracle(x, w13, None, config, rows)
-        close(h[: len(want)], want, sums=sums)
-        sums = x.to(FP64) @ shared_w13.to(FP64).T
-        close(h_shared, reference.activation(sums, config, clamp=None), sums=sums)
-        assert out.isfinite().all()
-        found.append((h[: len(want)], h_shared, out))
-        # Counters of the shared block and the routed ones, of GEMM 2's columns, and of tiles; no others.
-        there = (rows.blocks_3B[0] >= 0).int()
-        counts = 3 * splits, *(2 * splits * there), *[1 + len(there)] * 2, *[splits] * 3
-        counts = torch.tensor([*counts, *(splits * there.repeat_interleave(2))], dtype=torch.int32)
-        assert torch.equal(rows.arrivals, torch.nn.functional.pad(counts, (0, len(rows.arrivals) - len(counts))))
-    assert all(torch.equal(one, first) for some in found for one, first in zip(some, found[0], strict=True))
-
-
 # All together
 
 
@@ -702,7 +531,7 @@ def test_zero_tokens_launch_nothing(monkeypatch):
     def refuse(*args, **kwargs):
         raise AssertionError("launched")
 
-    for name in ("quantize", "reorder", "router", "route", "gemm", "experts", "gate", "finalize"):
+    for name in LAUNCHERS:
         monkeypatch.setattr(sys.modules[f"dsmoe_op.kernels.{name}"], "launch", refuse)
     config, E, K, H = MoEConfig(top_k=2), 4, 2, 16
     x, ids, weights = torch.empty(0, H), torch.empty(0, K, dtype=torch.int32), torch.empty(0, K)

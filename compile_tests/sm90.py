@@ -411,3 +411,39 @@ def products_of_4_bits(
             w2_bias=layer.tensor(E, H, dtype=bias) if bias else None, offsets=rows.offsets, h_NI=layer.tensor(N, I),
             y_NH=layer.tensor(N, H), h_is_ordered=ordered, **args,
         )  # fmt: skip
+
+
+PERSISTENT_GEMM1 = tuple(
+    tile for tile in candidates._MANY_ROWS["fp8", "gemm1"] if tile.persistent
+)  # of 64 rows and of 128
+
+
+def gemm1_of_fp8(
+    tile: Tile, name: str = "fp8_block", form: str = "routed", *, H: int = 2048 - 16, I: int = 1424,
+    config: MoEConfig = V3, dtype: torch.dtype = BF16, bias: torch.dtype | None = FP32, whole: bool = False,
+    padded: bool = False, longer_rows: int = 0, offset: int = 0, x_is_codes: bool = True,
+) -> None:  # fmt: skip
+    """One launch of GEMM 1, routed, shared or both.
+
+    whole: as in `coded_weight`. padded: the call has padding. longer_rows, offset: w13's rows are longer than H, and
+    begin at that element.
+    """
+    T, E, R = 70, 8, (1 + config.gated) * I
+    N, layer = T * config.top_k, Layer(T=T, H=H, I=I, E=E, config=config, dtype=dtype)
+    rows = layer.rows(tile.block_m)
+    args: dict[str, Any] = {"config": config, "tile": tile, "warmup": True}
+    if x_is_codes:
+        scales = layer.tensor(T, *([-(-H // 128)] if name == "fp8_block" else []), dtype=FP32)
+        args |= {"x_codes_TH": layer.tensor(T, H, dtype=formats.E4M3), "x_scales": scales}
+    if form != "shared":
+        interleaved = config.w13_order == "interleaved"
+        w13 = coded_weight(name, E, R, H, 1 + config.gated, whole=whole, interleaved=interleaved)
+        q = layer.tensor(E * R * (H + longer_rows) + offset, dtype=formats.E4M3)[offset:]
+        args |= {"w13": q.view(E, R, H + longer_rows)[..., :H], "coded": w13["coded"], "h_NI": layer.tensor(N, I)}
+        args |= {"blocks": rows.blocks_3B, "sorted_slot_N": rows.sorted_slot_N, "taken": rows.taken}
+        args |= {"w13_bias": layer.tensor(E, R, dtype=bias) if bias else None, "topk_weights_TK": layer.slots(FP32)}
+    if form != "routed":
+        shared = coded_weight(name, 0, R, H, 1 + config.gated, whole=whole)
+        args |= {"shared_w13": shared["q"], "shared_coded": shared["coded"], "h_shared_TS": layer.tensor(T, I)}
+        args["num_valid_tokens"] = layer.tensor(1, dtype=torch.int32) if padded else None
+    kernels.gemm1(layer.x, **args)

@@ -35,10 +35,7 @@ from triton.runtime.driver import driver  # noqa: E402
 
 from dsmoe_op import kernels, tuning  # noqa: E402
 from dsmoe_op.config import MoEConfig  # noqa: E402
-from dsmoe_op.kernels import (  # noqa: E402
-    coded_few,
-    coded_persistent,
-)
+from dsmoe_op.kernels import coded_few, coded_persistent  # noqa: E402
 from dsmoe_op.kernels.launch import INTERPRET  # noqa: E402
 
 pytestmark = pytest.mark.skipif(INTERPRET, reason="needs Triton's compiler, and its interpreter is on")

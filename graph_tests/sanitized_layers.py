@@ -30,13 +30,9 @@ from layers import error
 from torch import Tensor
 
 from dsmoe_op import cuda, dual_stream_moe, dual_stream_moe_unfinalized, finalize, formats, reference, tuning
-from dsmoe_op.cli import candidates
 
 SIZES = QUANTISED_SIZES  # for 16 bits too: wider than a tile, and no multiple of one
-FEW = {
-    name: next(tile for tile in candidates._FEW_ROWS["4bit", name] if tile.persistent and tile.block_m == 16)
-    for name in ("gemm1", "gemm2")
-}
+FEW = dict(zip(("gemm1", "gemm2"), tuning._FEW_ROWS_OF_4_BITS, strict=True))
 """Tiles of the products of few rows of four bits."""
 LAYERS: dict[str, Formats] = FORMATS | {name: (name, name) for name in formats.FORMATS}
 MOST_TOKENS = 1000

@@ -22,13 +22,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from dsmoe_op.config import MoEConfig
 from dsmoe_op.kernels.coded import Coded
 from dsmoe_op.kernels.epilogue import activate
-from dsmoe_op.kernels.fetched_codes import (
-    boxes,
-    compiled_for,
-    decodes,
-    doubled,
-    numbers,
-)
+from dsmoe_op.kernels.fetched_codes import boxes, compiled_for, decodes, doubled, numbers
 from dsmoe_op.kernels.launch import launch, row_stride
 from dsmoe_op.kernels.ring import load_box, meet, next_buffer, read_rows, reinterpret
 
@@ -256,8 +250,9 @@ def _few_coded(
         return
     base = expert.to(gl.int64) * (HALVES * COLUMNS)
     r = gl.arange(0, ROWS, layout=gl.SliceLayout(1, SCALES))
-    # In 64 bits, although 32 for an expert's rows would take eleven registers less (Triton 3.6, int4): sixteen programs
-    # then fill an SM, where the shared expert's find no room. Twelve are as fast alone, and leave it some.
+    # In 64 bits, although 32 would take eleven registers less (Triton 3.6, int4): with those sixteen programs fit on an
+    # SM and leave the shared expert's none, as it seems, since layers were slower; alone twelve are as fast (NOTES.md).
+    # Triton 3.8 takes 128 registers this way too, and sixteen fit.
     scale_rows = scale_ptr + (base + _row_of_w(column + r % OWN, r // OWN, COLUMNS, INTERLEAVED)) * GROUPS
     scale_there = column + r % OWN < COLUMNS
     s = expert * 0

@@ -2,6 +2,7 @@
 
 GEMM 1 takes rows of x (gathered by sorted_slot where they are routed) through w13 and the activation to h.
 GEMM 2 takes rows of h through w2 to y. The ordinary kernel is in grouped.py; others take some weights in its place.
+What these leave of y's rows that no expert has, `_zero_rows` writes.
 """
 
 from __future__ import annotations
