@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
-
 import pytest
 import torch
 from torch import Tensor
@@ -95,7 +93,7 @@ def empty_rows(T: int, K: int, E: int, block_m: int, tail: int = 0, arrivals: in
     counters = garbage(kernels.num_counters(T * K, E))
     counters[: num_zeros(T * K, E, alone=True)] = 0
     tiles = garbage(3, kernels.num_blocks(T * K, E, block_m))
-    order = garbage(E + 1), garbage(T * K), garbage(T, K), tiles, block_m, tail, counters
+    order = garbage(1), garbage(T * K), garbage(T, K), tiles, block_m, tail, counters
     return kernels.Rows(*order, garbage(2), garbage(arrivals))
 
 
@@ -131,18 +129,23 @@ def tile_id(value: object) -> str | None:
     )
 
 
-def experts_of(offsets: Tensor) -> list[slice]:
-    return [slice(*ends) for ends in itertools.pairwise(offsets.tolist())]
+def experts_of(rows: kernels.Rows, E: int) -> list[slice]:
+    """The rows of each expert, from the blocks."""
+    found = [slice(0, 0)] * E
+    for expert, first, end in rows.blocks_3B.t().tolist():
+        if expert >= 0:
+            found[expert] = slice(found[expert].start if found[expert].stop else first, end)
+    return found
 
 
 def gemm1_oracle(x, w13, bias, config, rows: kernels.Rows, weights=None):
     """float64 [rows, I], and [rows, 2I] of sums before the activation."""
-    slots = rows.sorted_slot_N[: rows.offsets[-1]].long()
+    slots = rows.sorted_slot_N[: rows.num_rows].long()
     x_rows = x[slots // config.top_k]
     if weights is not None:
         x_rows = (x_rows.float() * weights.flatten()[slots, None]).to(x.dtype)
     h = torch.zeros(len(slots), w13.shape[1], dtype=FP64)
-    for expert, its in enumerate(experts_of(rows.offsets)):
+    for expert, its in enumerate(experts_of(rows, len(w13))):
         h[its] = x_rows[its].to(FP64) @ w13[expert].to(FP64).T + (0 if bias is None else bias[expert].to(FP64))
     return reference.activation(h, config, clamp=config.clamp_routed, order=config.w13_order), h
 

@@ -13,7 +13,21 @@ import pytest
 import torch
 import triton
 import triton.language as tl
-from interpreted import BF16, FP16, FP32, FP64, GARBAGE, NAN, close, order_of, order_rows, padded_rows, randn, rng
+from interpreted import (
+    BF16,
+    FP16,
+    FP32,
+    FP64,
+    GARBAGE,
+    NAN,
+    close,
+    experts_of,
+    order_of,
+    order_rows,
+    padded_rows,
+    randn,
+    rng,
+)
 from torch import Tensor
 
 from dsmoe_op import formats, kernels, reference
@@ -129,8 +143,7 @@ def test_columns_of_h_change_places_in_place_and_rows_of_no_expert_stay(rng, I, 
     N = 64
     h = torch.randint(-(2**15), 2**15, (N + 2, I), generator=rng, dtype=torch.int16)
     before, given = h.clone(), h[1:-1].view(BF16)
-    offsets = torch.tensor([0, rows // 3, rows // 3, rows], dtype=torch.int32)
-    kernels.reorder_columns(given, given, offsets)
+    kernels.reorder_columns(given, given, torch.tensor([rows], dtype=torch.int32))
     assert torch.equal(h[1 : 1 + rows], reordered(before[1 : 1 + rows]))
     assert torch.equal(h[1 + rows :], before[1 + rows :])
     assert torch.equal(h[0], before[0])
@@ -196,16 +209,14 @@ def check_gemm1(rng, name, tile, *, dtype=FP32, T=37, H=144, I=80, E=5, bias=Fal
         padded_rows(x), config=config, tile=tile, w13=w.q, coded=w.coded, w13_bias=b, blocks=rows.blocks_3B,
         sorted_slot_N=rows.sorted_slot_N, topk_weights_TK=weights, h_NI=h,
     )  # fmt: skip
-    start = 0
-    for expert, end in enumerate(rows.offsets.tolist()[1:]):
-        slots = rows.sorted_slot_N[start:end].long()
+    for expert, its in enumerate(experts_of(rows, E)):
+        slots = rows.sorted_slot_N[its].long()
         a = x[slots // K]
         if weights is not None:
             a = (a.float() * weights.flatten()[slots, None]).to(dtype)
         sums = w.rows(a, expert) @ w.numbers[expert].T + (0 if b is None else b[expert].to(FP64))
-        close(h[start:end], reference.activation(sums, config, clamp=None, order=config.w13_order), sums=sums)
-        start = end
-    assert (h[start:] == torch.tensor(GARBAGE, dtype=dtype)).all()
+        close(h[its], reference.activation(sums, config, clamp=None, order=config.w13_order), sums=sums)
+    assert (h[rows.num_rows :] == torch.tensor(GARBAGE, dtype=dtype)).all()
 
 
 def check_gemm2(rng, name, tile, *, dtype=FP32, T=37, H=80, I=144, E=5, **options) -> None:
@@ -217,13 +228,11 @@ def check_gemm2(rng, name, tile, *, dtype=FP32, T=37, H=80, I=144, E=5, **option
     h, y = randn(rng, T * K, I, dtype=dtype), torch.full((T * K, H), GARBAGE, dtype=dtype)
     kernels.gemm2(
         config=MoEConfig(top_k=K), tile=tile, w2=w.q, coded=w.coded, blocks=rows.blocks_3B, h_NI=h, y_NH=y,
-        offsets=rows.offsets, zero_tail=True,
+        num_rows=rows.num_rows, zero_tail=True,
     )  # fmt: skip
-    start = 0
-    for expert, end in enumerate(rows.offsets.tolist()[1:]):
-        close(y[start:end], w.rows(h[start:end], expert) @ w.numbers[expert].T)
-        start = end
-    assert (y[start:] == 0).all()
+    for expert, its in enumerate(experts_of(rows, E)):
+        close(y[its], w.rows(h[its], expert) @ w.numbers[expert].T)
+    assert (y[rows.num_rows :] == 0).all()
 
 
 @pytest.mark.parametrize("name", FORMATS)
@@ -328,11 +337,9 @@ def test_programs_may_share_the_tiles_of_codes(rng, name, group, ahead):
         shared_TH=torch.full((T, H), NAN, dtype=dtype), coded=(w13.coded, w2.coded),
         shared_coded=tuple(w.coded for w in shared), **codes,
     )  # fmt: skip
-    start = 0
-    for expert, end in enumerate(rows.offsets.tolist()[1:]):
-        sums = w13.rows(x[rows.sorted_slot_N[start:end].long() // K], expert) @ w13.numbers[expert].T
-        close(h[start:end], reference.activation(sums, config, clamp=None), sums=sums)
-        start = end
+    for expert, its in enumerate(experts_of(rows, E)):
+        sums = w13.rows(x[rows.sorted_slot_N[its].long() // K], expert) @ w13.numbers[expert].T
+        close(h[its], reference.activation(sums, config, clamp=None), sums=sums)
     sums = shared[0].rows(x, 0) @ shared[0].numbers.T
     close(h_shared, reference.activation(sums, config, clamp=None), sums=sums)
     assert out.isfinite().all()

@@ -78,7 +78,7 @@ def test_one_launch_has_the_bits_of_gemm1_gemm2_and_finalize(rng, tiles):
                     kernels.finalize(
                         y, ids, weights, rows.row_of_TK, shared if fused else None, None, out, config=config
                     )
-            outs.append((h[: rows.offsets[-1]], y[: None if not ends else rows.offsets[-1]], shared, out))
+            outs.append((h[: rows.num_rows], y[: None if not ends else rows.num_rows], shared, out))
         for apart, got, there in zip(*outs, (True, True, fused, ends), strict=True):
             assert apart.isfinite().all() or not there
             assert torch.equal(got, apart) or not there

@@ -117,7 +117,7 @@ def check_gemm1(
         padded_rows(x), config=config, tile=tile, w13=form(w13), w13_bias=w13_bias, blocks=rows.blocks_3B,
         sorted_slot_N=rows.sorted_slot_N, topk_weights_TK=weights, h_NI=h,
     )  # fmt: skip
-    end = int(rows.offsets[-1])
+    end = int(rows.num_rows)
     want, sums = gemm1_oracle(x, w13, w13_bias, config, rows, weights)
     close(h[:end], want, slack=slack, sums=sums)
     assert (h[end:] == torch.tensor(GARBAGE, dtype=dtype)).all()
@@ -224,7 +224,7 @@ def test_experts_that_are_one_and_the_same_come_by_pointers(rng, descriptors):
     kernels.gemm1(
         x, config=config, tile=LARGE, w13=w13, blocks=rows.blocks_3B, sorted_slot_N=rows.sorted_slot_N, h_NI=h
     )
-    close(h[: rows.offsets[-1]], gemm1_oracle(x, w13, None, config, rows)[0])
+    close(h[: rows.num_rows], gemm1_oracle(x, w13, None, config, rows)[0])
     assert descriptors == [0]
 
 
@@ -245,10 +245,10 @@ def test_gemm_reaches_beyond_2_to_the_31_elements(rng, tile):
         close(h, gemm1_oracle(x, w13, None, config, rows)[0])
 
 
-def gemm2_oracle(h, w2, bias, offsets):
+def gemm2_oracle(h, w2, bias, rows):
     """float64 [rows, H]."""
-    y = torch.zeros(int(offsets[-1]), w2.shape[1], dtype=FP64)
-    for expert, its in enumerate(experts_of(offsets)):
+    y = torch.zeros(int(rows.num_rows), w2.shape[1], dtype=FP64)
+    for expert, its in enumerate(experts_of(rows, len(w2))):
         y[its] = h[its].to(FP64) @ w2[expert].to(FP64).T + (0 if bias is None else bias[expert].to(FP64))
     return y
 
@@ -263,14 +263,14 @@ def check_gemm2(
     h, w2 = randn(rng, T * K, I, dtype=dtype), randn(rng, E, H, I, dtype=dtype, scale=0.3)
     w2_bias = randn(rng, E, H, dtype=bias) if bias else None
     rows = order_of(ids, E, tile)
-    end = int(rows.offsets[-1])
+    end = int(rows.num_rows)
     h[end:] = NAN
     y = torch.full((T * K, H), GARBAGE, dtype=dtype)
     kernels.gemm2(
         config=MoEConfig(top_k=K), tile=tile, w2=form(w2), w2_bias=w2_bias, blocks=rows.blocks_3B,
-        offsets=rows.offsets, taken=rows.taken, h_NI=h, y_NH=y, zero_tail=zero_tail,
+        num_rows=rows.num_rows, taken=rows.taken, h_NI=h, y_NH=y, zero_tail=zero_tail,
     )  # fmt: skip
-    close(y[:end], gemm2_oracle(h, w2, w2_bias, rows.offsets))
+    close(y[:end], gemm2_oracle(h, w2, w2_bias, rows))
     assert (y[end:] == torch.tensor(0 if zero_tail else GARBAGE, dtype=dtype)).all()
 
 
@@ -307,8 +307,7 @@ def test_the_launch_beside_a_persistent_gemm2_zeroes_the_whole_tail(rng, H):
         y = randn(rng, N, H, dtype=FP16)
         want = y.clone()
         want[end:] = 0
-        offsets = torch.tensor([0, end // 2, end], dtype=torch.int32)
-        gemm_module._zero_rows_after(offsets, y, warmup=False)
+        gemm_module._zero_rows_after(torch.tensor([end], dtype=torch.int32), y, warmup=False)
         assert torch.equal(y, want)
 
 
@@ -410,7 +409,7 @@ def test_one_launch_for_routed_and_shared_equals_two(rng, dtype, tile1, tile2, o
             dense = {"shared_w2": shared_w2, "h_shared_TS": h_shared, "gate_T": gate, "shared_TH": shared}
             for part in [routed | dense] if fused else [routed, dense]:
                 kernels.gemm2(config=config, tile=tile2, **part)
-            results.append((h[: rows.offsets[-1]], h_shared, y, shared))
+            results.append((h[: rows.num_rows], h_shared, y, shared))
         for a, b in zip(*results, strict=True):
             assert a.isfinite().all()
             assert torch.equal(a, b)
@@ -450,7 +449,7 @@ def test_finalize_sums_a_tokens_rows_and_rounds_once(rng, dtype, with_shared, op
     rows = order_of(some_ids(rng, T, K, E), E, SMALL)
     row_of = rows.row_of_TK
     y, weights, shared = randn(rng, T * K, H, dtype=dtype), randn(rng, T, K), randn(rng, T, H, dtype=dtype)
-    y[rows.offsets[-1] :] = NAN
+    y[rows.num_rows :] = NAN
     weights[row_of < 0] = NAN  # nothing of a slot without a row is used
     want = torch.zeros(T, H, dtype=FP64)
     for t, k in itertools.product(range(T), range(K)):
@@ -546,7 +545,7 @@ def test_zero_tokens_launch_nothing(monkeypatch):
             sorted_slot_N=rows.sorted_slot_N, h_NI=x, shared_w13=x, h_shared_TS=x,
         )  # fmt: skip
         routed = {"w2": torch.empty(E, H, H), "blocks": rows.blocks_3B, "h_NI": x, "y_NH": x, "zero_tail": True}
-        routed |= {"offsets": rows.offsets, "taken": rows.taken}
+        routed |= {"num_rows": rows.num_rows, "taken": rows.taken}
         shared = {"shared_w2": x, "h_shared_TS": x, "shared_TH": x}
         for part in (routed, shared, routed | shared):
             kernels.gemm2(config=config, tile=v.gemm2, **part)

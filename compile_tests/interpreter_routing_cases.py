@@ -317,22 +317,21 @@ def sort_oracle(ids, weights, expert_map, valid, E, Z):
     order = list(itertools.chain(*rows))
     for row, slot in enumerate(order):
         row_of[slot // K, slot % K] = row
-    offsets = list(itertools.accumulate((len(r) for r in rows), initial=0))
-    return offsets, order, row_of, out_ids, out_weights
+    return [len(r) for r in rows], order, row_of, out_ids, out_weights
 
 
 def check_rows(rows: kernels.Rows, want) -> None:
-    offsets, order, row_of = want[:3]
+    heights, order, row_of = want[:3]
     N, B = len(rows.sorted_slot_N), rows.block_m
-    assert rows.offsets.tolist() == offsets
+    assert rows.num_rows.tolist() == [len(order)]
     assert rows.taken.tolist() == [0, 0]
     assert not rows.arrivals.any()
-    assert rows.sorted_slot_N[: offsets[-1]].tolist() == order
+    assert rows.sorted_slot_N[: len(order)].tolist() == order
     assert torch.equal(rows.row_of_TK.long(), row_of)
-    assert (rows.sorted_slot_N[offsets[-1] :] == GARBAGE).all()
+    assert (rows.sorted_slot_N[len(order) :] == GARBAGE).all()
     tiles = []
-    for expert, (first, end) in enumerate(itertools.pairwise([*offsets, N])):
-        name = expert if expert < len(offsets) - 1 else -1
+    for expert, (first, end) in enumerate(itertools.pairwise([*itertools.accumulate(heights, initial=0), N])):
+        name = expert if expert < len(heights) else -1
         tail = rows.tail if name >= 0 else 0
         starts = [row for row in range(first, end, B) if row == first or row + tail < end]
         tiles += [(name, *ends) for ends in itertools.pairwise([*starts, end])]
@@ -373,8 +372,15 @@ def test_rows_are_ordered_by_expert_then_slot(rng, monkeypatch, ids_dtype, block
     check_order(torch.full_like(ids, -1), randn(rng, T, K), E=E, block_m=128)
 
 
-@pytest.mark.parametrize(("T", "E", "K"), [(1, 256, 8), (16, 64, 8), (33, 256, 8), (700, 1, 1), (60, 1024, 32)])
-@pytest.mark.parametrize(("block_m", "tail"), [(8, 0), (8, 7), (64, 32), (256, 0)])
+@pytest.mark.parametrize(
+    ("T", "E", "K"),
+    [
+        *((1, 256, 8), (8, 4, 4)),  # up to 32 slots
+        *((3, 512, 11), (8, 256, 8), (9, 5, 5), (64, 3, 1), (2, 40, 32)),  # up to 64
+        *((13, 70, 5), (16, 64, 8), (33, 256, 8), (700, 1, 1), (60, 1024, 32)),
+    ],
+)
+@pytest.mark.parametrize(("block_m", "tail"), [(1, 0), (8, 0), (8, 7), (64, 32), (256, 0)])
 def test_rows_are_ordered_for_any_number_of_tokens_and_experts(rng, T, E, K, block_m, tail):
     """With the blocks and chunks that the sizes choose."""
     ids = torch.rand(T, max(E, K), generator=rng).argsort(1)[:, :K]
@@ -427,7 +433,7 @@ def test_the_order_leaves_canonical_ids_where_they_are(rng):
 def test_zero_counters_zeroes_what_an_order_needs_so(T):
     rows, zeros = empty_rows(T, 5, 70, 16), num_zeros(T * 5, 70, alone=True)
     rows.counters.fill_(GARBAGE)
-    kernels.zero_counters(rows)
+    kernels.zero_counters(rows, num_experts=70)
     assert rows.counters.tolist() == [0] * zeros + [GARBAGE] * (len(rows.counters) - zeros)
 
 

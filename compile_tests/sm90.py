@@ -107,7 +107,7 @@ class Layer:
         E, N = self.E, self.T * self.config.top_k
         blocks, counters = ints(3, kernels.num_blocks(N, E, block_m)), ints(kernels.num_counters(N, E))
         arrivals = ints(blocks.shape[1] + self.T + self.H)  # more than any tile needs
-        return kernels.Rows(ints(E + 1), ints(N), self.slots(), blocks, block_m, 0, counters, ints(2), arrivals)
+        return kernels.Rows(ints(1), ints(N), self.slots(), blocks, block_m, 0, counters, ints(2), arrivals)
 
     def routing(self, warmup: bool = True) -> None:
         """Each way to route: from hidden_states, from logits, and from ids."""
@@ -122,7 +122,7 @@ class Layer:
         kernels.choose(given, bias, valid, *slots, counters=rows.counters, **choice)
         order = {"num_experts": E, "num_zero_experts": Z, "rows": rows, "warmup": warmup}
         kernels.order_rows(*slots, None, None, **order)
-        kernels.zero_counters(rows, warmup=warmup)
+        kernels.zero_counters(rows, num_experts=E, warmup=warmup)
         kernels.order_rows(*slots, None, valid, ids_out_TK=slots[0], weights_out_TK=slots[1], **order)
 
     def tiles(self, *, warmup: bool) -> tuple[LayerTiles, ...]:
@@ -165,7 +165,7 @@ class Layer:
         args["num_valid_tokens"] = self.tensor(1, dtype=torch.int32)
         if form != "shared":
             args |= {"w2": self.weight(E, H, I), "h_NI": self.tensor(N, I), "blocks": rows.blocks_3B}
-            args |= {"offsets": rows.offsets, "taken": rows.taken, "y_NH": self.tensor(N, H), "zero_tail": zero_tail}
+            args |= {"num_rows": rows.num_rows, "taken": rows.taken, "y_NH": self.tensor(N, H), "zero_tail": zero_tail}
             args["w2_bias"] = self.tensor(E, H, dtype=self.bias) if self.bias else None
         if form != "routed":
             args |= {"shared_w2": self.weight(H, S), "h_shared_TS": self.tensor(self.T, S)}
@@ -408,7 +408,7 @@ def products_of_4_bits(
         w2 = coded_weight(name, E, H, I, 1, **options)
         kernels.gemm2(
             tile=tiles["gemm2"], w2=w2["q"], coded=w2["coded"],
-            w2_bias=layer.tensor(E, H, dtype=bias) if bias else None, offsets=rows.offsets, h_NI=layer.tensor(N, I),
+            w2_bias=layer.tensor(E, H, dtype=bias) if bias else None, num_rows=rows.num_rows, h_NI=layer.tensor(N, I),
             y_NH=layer.tensor(N, H), h_is_ordered=ordered, **args,
         )  # fmt: skip
 

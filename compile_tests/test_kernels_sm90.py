@@ -245,9 +245,9 @@ def test_an_early_launch_waits_before_it_touches_memory_and_others_never(compile
             layer.experts("fused", tiles[:2], ends=ends)
         codes, scales = layer.tensor(2, 1024, dtype=formats.E4M3), layer.tensor(2, 8, dtype=FP32)
         kernels.quantize_rows(layer.x, codes, scales)
-        kernels.quantize_rows(layer.x, codes, scales, layer.rows().offsets, of_h=True)
+        kernels.quantize_rows(layer.x, codes, scales, layer.rows().num_rows, of_h=True)
         kernels.reorder_columns(layer.x, layer.tensor(2, 1024))
-        kernels.reorder_columns(layer.x, layer.x, layer.rows().offsets)
+        kernels.reorder_columns(layer.x, layer.x, layer.rows().num_rows)
     names = {kernel.metadata.name for kernel in compiled}
     assert names == {"_router_logits", "_route", "_zero", "_grouped_gemm", "_experts", "_shared_gate", "_finalize"} | {
         "_quantize_rows",

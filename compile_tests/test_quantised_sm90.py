@@ -74,10 +74,10 @@ def test_quantised_products_use_the_matrix_units_and_fit(compiled, tmp_path, nam
                 y_NH=layer.tensor(T * K, H), blocks=rows.blocks_3B, **shared2, **common,
             )  # fmt: skip
             if codes:
-                kernels.quantize_rows(layer.tensor(T * K, I), *h_codes.values(), rows.offsets, of_h=True, warmup=True)
+                kernels.quantize_rows(layer.tensor(T * K, I), *h_codes.values(), rows.num_rows, of_h=True, warmup=True)
                 kernels.gemm2(
                     tile=tiles.gemm2, w2=w2["q"], coded=w2["coded"], h_NI=layer.tensor(T * K, I),
-                    y_NH=layer.tensor(T * K, H), blocks=rows.blocks_3B, offsets=rows.offsets, taken=rows.taken,
+                    y_NH=layer.tensor(T * K, H), blocks=rows.blocks_3B, num_rows=rows.num_rows, taken=rows.taken,
                     **h_codes, **common,
                 )  # fmt: skip
             kernels.gemm1(layer.x, tile=tiles.shared_gemm1, **shared1, **codes, **common)
@@ -159,7 +159,7 @@ def test_the_persistent_gemm2_of_fp8_fits_and_adds_each_step_in_float32(compiled
     shared_codes, shared_scales = codes(T)
     kernels.gemm2(
         config=layer.config, tile=tile, w2=w2["q"], coded=w2["coded"], w2_bias=layer.tensor(E, H, dtype=FP32),
-        h_NI=layer.tensor(T * K, I), y_NH=layer.tensor(T * K, H), blocks=rows.blocks_3B, offsets=rows.offsets,
+        h_NI=layer.tensor(T * K, I), y_NH=layer.tensor(T * K, H), blocks=rows.blocks_3B, num_rows=rows.num_rows,
         taken=rows.taken, h_codes_NI=h_codes, h_scales=h_scales, warmup=True,
     )  # fmt: skip
     kernels.gemm2(
@@ -266,7 +266,7 @@ def test_the_persistent_product_of_fp8_leaves_16_bits_alone(compiled, dtype):
     codes = {"h_codes_NI": layer.tensor(T * K, 384, dtype=formats.E4M3), "h_scales": layer.tensor(T * K, 3, dtype=FP32)}
     kernels.gemm2(
         config=layer.config, tile=tile, w2=w2["q"], coded=w2["coded"], h_NI=layer.tensor(T * K, 384),
-        y_NH=layer.tensor(T * K, 512), blocks=rows.blocks_3B, offsets=rows.offsets, taken=rows.taken, **codes,
+        y_NH=layer.tensor(T * K, 512), blocks=rows.blocks_3B, num_rows=rows.num_rows, taken=rows.taken, **codes,
         warmup=True,
     )  # fmt: skip
     assert [one.metadata.name for one in compiled] == ["_persistent_gemm2" if dtype == BF16 else "_grouped_gemm"]

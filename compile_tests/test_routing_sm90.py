@@ -140,6 +140,24 @@ def test_few_slots_are_chosen_for_by_warps_that_share_a_token(compiled, tmp_path
     check_resources(compiled, tmp_path)
 
 
+@pytest.mark.parametrize(("E", "config"), [(256, V3), (512, MoEConfig(top_k=10, score="softmax"))])
+def test_no_warp_waits_for_another_one_to_order_up_to_64_slots(compiled, E, config):
+    """Beyond 32, where they are two parts of each warp's lanes, it takes no barrier more."""
+    barriers = []
+    for T in (2, 6):
+        layer = Layer(T=T, E=E, config=config)
+        weight = layer.weight(E, layer.H)
+        logits = layer.tensor(16, T, E, dtype=FP32)
+        compiled.clear()
+        kernels.choose(
+            logits, None, None, layer.slots(), layer.slots(FP32), config=config, model_dtype=BF16,
+            router_weight=weight, rows=layer.rows(),
+        )  # fmt: skip
+        (kernel,) = compiled
+        barriers.append(len(re.findall(r"\bbar(?:rier)?\.sync", kernel.asm["ptx"])))
+    assert barriers[0] == barriers[1] > 0
+
+
 def sums(kernel: Any) -> set[str]:
     """The type of each sum in the IR."""
     return set(re.findall(r"arith\.add[fi] [^\n]* : (\w+)[^\n]*\n\s*tt\.reduce\.return", kernel.asm["ttgir"]))

@@ -52,7 +52,7 @@ def buffer_specs(
         ("taken", (2,), i32),
         ("arrivals", (kernels.num_arrivals(blocks, T, H, I, S, tiles[:2]) if tiles.one_launch else 0,), i32),
         ("parts", (kernels.num_parts(T, K, I, S, config.gated, tiles.gemm1) if tiles.one_launch else 0,), f32),
-        ("offsets", (E + 1,), i32),
+        ("num_rows", (1,), i32),
         ("sorted_slot", (N,), i32),
         ("blocks", (3, blocks), i32),
         ("h", (N, I), x),
@@ -138,7 +138,7 @@ class Call:
         if layer.topk_ids is None:
             self.logits = buffers["logits"] if layer.router_logits is None else layer.router_logits
         self.slot_ids, self.slot_weights = buffers["slot_ids"], buffers["slot_weights"]
-        order = {name: buffers[name] for name in ("offsets", "counters", "taken", "arrivals")}
+        order = {name: buffers[name] for name in ("num_rows", "counters", "taken", "arrivals")}
         order |= {"sorted_slot_N": buffers["sorted_slot"], "row_of_TK": buffers["row_of"]}
         self.rows = kernels.Rows(
             blocks_3B=buffers["blocks"], block_m=tiles.gemm1.block_m, tail=tiles.gemm1.tail, **order
@@ -203,23 +203,23 @@ class Call:
         self._to_codes(self.x, *self.x_codes)
 
     def _quantize_h(self) -> None:
-        self._to_codes(self.h, *self.h_codes, self.rows.offsets, of_h=True)
+        self._to_codes(self.h, *self.h_codes, self.rows.num_rows, of_h=True)
 
     def _quantize_shared_h(self) -> None:
         self._to_codes(self.shared_h, *self.shared_h_codes, of_h=True)
 
     def _to_codes(
-        self, rows: Tensor, codes: Tensor | None, scales: Tensor | None, *offsets: Tensor, of_h: bool = False
+        self, rows: Tensor, codes: Tensor | None, scales: Tensor | None, *num_rows: Tensor, of_h: bool = False
     ) -> None:
         assert codes is not None
         assert scales is not None
-        kernels.quantize_rows(rows, codes, scales, *offsets, of_h=of_h, warmup=self.warmup)
+        kernels.quantize_rows(rows, codes, scales, *num_rows, of_h=of_h, warmup=self.warmup)
 
     def _reorder(self) -> None:
         kernels.reorder_columns(self.x, self.x_ordered, warmup=self.warmup)
 
     def _reorder_h(self) -> None:
-        kernels.reorder_columns(self.h, self.h, self.rows.offsets, warmup=self.warmup)
+        kernels.reorder_columns(self.h, self.h, self.rows.num_rows, warmup=self.warmup)
 
     def _router(self) -> None:
         assert self.layer.router_weight is not None
@@ -249,7 +249,7 @@ class Call:
         self._choose(self.rows)
 
     def _zero(self) -> None:
-        kernels.zero_counters(self.rows, warmup=self.warmup)
+        kernels.zero_counters(self.rows, num_experts=self.dims.E, warmup=self.warmup)
 
     def _order(self) -> None:
         given = self.layer.topk_ids is not None
@@ -302,7 +302,7 @@ class Call:
             blocks=self.rows.blocks_3B if routed else None,
             h_NI=self.h if routed else None,
             y_NH=self.y if routed else None,
-            offsets=self.rows.offsets if routed else None,
+            num_rows=self.rows.num_rows if routed else None,
             taken=self.rows.taken if routed else None,
             zero_tail=routed and self.out is None,
             shared_w2=self.layer.shared_w2 if shared else None,

@@ -120,7 +120,7 @@ def plan(
     shared_branch: StreamName = "alt" if schedule == "dual" else "main"
 
     routed = []
-    rows, slots = "offsets sorted_slot row_of blocks taken", "slot_ids slot_weights"
+    rows, slots = "num_rows sorted_slot row_of blocks taken", "slot_ids slot_weights"
     rows += " arrivals" if one_launch else ""
     choice = "router_bias correction_bias num_valid_tokens expert_map"
     if "router_weight" in present:
@@ -168,17 +168,17 @@ def plan(
     elif fused:
         routed += shared
         routed.append(launch("fused_gemm1", f"{gemm1} {shared1}", "h shared_h"))
-        routed.append(launch("fused_gemm2", f"h {gemm2} offsets shared_h {shared2}", "y shared"))
+        routed.append(launch("fused_gemm2", f"h {gemm2} num_rows shared_h {shared2}", "y shared"))
         shared = []
     else:
         if "x" in ordered:
             routed.append(launch("reorder", "hidden_states", "x_ordered", branch))
         routed.append(launch("gemm1", gemm1, "h", branch, "taken"))
         if "routed" in coded_h:
-            routed.append(launch("quantize_h", "h offsets", h, branch))
+            routed.append(launch("quantize_h", "h num_rows", h, branch))
         if "h" in ordered:
-            routed.append(launch("reorder_h", "offsets", "", branch, "h"))
-        routed.append(launch("gemm2", f"{h} {gemm2} offsets", "y", branch, "taken"))
+            routed.append(launch("reorder_h", "num_rows", "", branch, "h"))
+        routed.append(launch("gemm2", f"{h} {gemm2} num_rows", "y", branch, "taken"))
 
     if one_stream:
         return _overlapping(*ahead, *routed, *shared, *end)

@@ -26,7 +26,7 @@ from dsmoe_op.schedule import Launch, Step, Wait
 assert INTERPRET
 
 BUFFERS = (
-    "logits", "counters", "offsets", "sorted_slot", "row_of", "blocks", "taken", "arrivals", "parts", "x_ordered",
+    "logits", "counters", "num_rows", "sorted_slot", "row_of", "blocks", "taken", "arrivals", "parts", "x_ordered",
     "slot_ids", "slot_weights", "h", "y", "gate", "shared_h", "shared", "out",
 )  # fmt: skip
 SCHEDULES = ("serial", "dual", "dual_shared_main", "fused")

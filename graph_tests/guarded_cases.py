@@ -216,7 +216,7 @@ class Call:
             inputs = [n for n in LAYER_FIELDS if getattr(self.layer, n) is not None]
             tensors = dict(zip([*inputs, *(b.name for b in plan.buffers), *self.names], table, strict=False))
             assert not plan.copied
-            workspace = Memory(torch.empty(0, dtype=torch.uint8).set_(tensors["offsets"].untyped_storage()))
+            workspace = Memory(torch.empty(0, dtype=torch.uint8).set_(tensors["num_rows"].untyped_storage()))
             for b in plan.buffers:
                 assert tensors[b.name].storage_offset() * b.dtype.itemsize == b.offset
                 workspace.take(b.offset, b.shape, tensors[b.name].stride(), b.dtype)

@@ -83,10 +83,10 @@ class Routed:
         ids = ids_of(heights, without + (sum(heights) + without) % 2).view(-1, 2)
         self.T, self.N, self.E = T, N, E = len(ids), ids.numel(), len(heights)
         self.rows = kernels.Rows(
-            ints(E + 1), ints(N), ints(T, 2), ints(3, kernels.num_blocks(N, E, block_m)), block_m, 0,
+            ints(1), ints(N), ints(T, 2), ints(3, kernels.num_blocks(N, E, block_m)), block_m, 0,
             ints(kernels.num_counters(N, E)), ints(2), ints(1),
         )  # fmt: skip
-        kernels.zero_counters(self.rows)
+        kernels.zero_counters(self.rows, num_experts=E)
         kernels.order_rows(ids, None, None, None, num_experts=E, num_zero_experts=0, rows=self.rows)
         assert self.rows.taken.tolist() == [0, 0]
         self.end, self.ends = sum(heights), [0, *itertools.accumulate(heights)]

@@ -125,11 +125,11 @@ class FourBits(Routed):
         self.rows.taken.zero_()
         a, by_items = self.a.clone(), persistent and not self.few
         if by_items:
-            kernels.reorder_columns(a, a, self.rows.offsets)
+            kernels.reorder_columns(a, a, self.rows.num_rows)
             assert a[self.end :].isnan().all()
         kernels.gemm2(
             config=self.config, tile=self.tiles["gemm2"]._replace(persistent=persistent), w2=self.w2,
-            w2_bias=self.w2_bias, blocks=self.rows.blocks_3B, h_NI=a, y_NH=self.y, offsets=self.rows.offsets,
+            w2_bias=self.w2_bias, blocks=self.rows.blocks_3B, h_NI=a, y_NH=self.y, num_rows=self.rows.num_rows,
             taken=self.rows.taken, coded=self.coded2, h_is_ordered=by_items,
         )  # fmt: skip
         items = self.blocks() * -(-self.y.shape[1] // 256)
@@ -260,8 +260,8 @@ def test_columns_come_into_the_order_of_codes(T, H) -> None:
     assert torch.equal(out.view(torch.int16), x[:, whole])
     for rows in {0, 1, T // 2, T}:
         h = x.clone(memory_format=torch.contiguous_format)
-        offsets = torch.tensor([0, rows // 2, rows], dtype=torch.int32, device="cuda")
-        kernels.reorder_columns(h.view(BF16), h.view(BF16), offsets)
+        num_rows = torch.tensor([rows], dtype=torch.int32, device="cuda")
+        kernels.reorder_columns(h.view(BF16), h.view(BF16), num_rows)
         assert torch.equal(h[:rows], x[:rows, whole])
         assert torch.equal(h[rows:], x[rows:])
 

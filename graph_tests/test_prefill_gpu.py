@@ -45,11 +45,11 @@ def gemm1_tile(block_m: int, *, persistent: bool = True) -> tuning.Tile:
     return tuning.Tile(block_m, 4096 // block_m, 128, 8, 3, swap=True, persistent=persistent, least_m=16)
 
 
-def codes_of(h: Tensor, format: str, *offsets: Tensor, of_h: bool = True) -> tuple[Tensor, Tensor, Tensor]:
+def codes_of(h: Tensor, format: str, *num_rows: Tensor, of_h: bool = True) -> tuple[Tensor, Tensor, Tensor]:
     """Codes, scales, and the numbers that these are, in float64."""
     codes = torch.empty(h.shape, dtype=formats.E4M3, device="cuda")
     scales = torch.empty(len(h), *(() if format == "fp8_channel" else (-(-h.shape[1] // 128),)), device="cuda")
-    kernels.quantize_rows(h, codes, scales, *offsets, of_h=of_h)
+    kernels.quantize_rows(h, codes, scales, *num_rows, of_h=of_h)
     each = scales.unsqueeze(-1) if scales.dim() == 1 else scales.repeat_interleave(128, 1)[:, : h.shape[1]]
     return codes, scales, codes.double() * each
 
@@ -87,11 +87,11 @@ class Gemm2:
         N, E = len(ids), len(heights)
         counters, B = ints(kernels.num_counters(N, E)), kernels.num_blocks(N, E, self.tile.block_m)
         self.rows = kernels.Rows(
-            ints(E + 1), ints(N), ints(N, 1), ints(3, B), self.tile.block_m, self.tile.tail, counters, ints(2), ints(1)
+            ints(1), ints(N), ints(N, 1), ints(3, B), self.tile.block_m, self.tile.tail, counters, ints(2), ints(1)
         )  # fmt: skip
-        kernels.zero_counters(self.rows)
+        kernels.zero_counters(self.rows, num_experts=E)
         kernels.order_rows(ids, None, None, None, num_experts=E, num_zero_experts=0, rows=self.rows)
-        self.end = sum(heights)
+        self.end, self.ends = sum(heights), [0, *itertools.accumulate(heights)]
         self.h = torch.randn(N, I, device="cuda").to(dtype)
         self.h[self.end :] = float("nan")
         self.w2 = (torch.randn(E, H, I, device="cuda") / I**0.5).to(dtype)
@@ -99,7 +99,7 @@ class Gemm2:
         self.coded: dict[str, Any] = {}
         self.numbers = self.h, self.w2
         if format is not None:
-            codes, scales, h = codes_of(self.h, format, self.rows.offsets)
+            codes, scales, h = codes_of(self.h, format, self.rows.num_rows)
             self.w2, coded, w2 = fp8_weight(self.w2, format, scale)
             self.numbers = h, w2
             self.coded = {"coded": coded, "h_codes_NI": codes, "h_scales": scales}
@@ -117,7 +117,7 @@ class Gemm2:
         self.rows.taken.zero_()
         kernels.gemm2(
             config=MoEConfig(top_k=1), tile=self.tile, w2=self.w2, w2_bias=self.bias, blocks=self.rows.blocks_3B,
-            h_NI=self.h, y_NH=self.y, offsets=self.rows.offsets, taken=self.rows.taken, zero_tail=zero_tail,
+            h_NI=self.h, y_NH=self.y, num_rows=self.rows.num_rows, taken=self.rows.taken, zero_tail=zero_tail,
             **self.coded,
         )  # fmt: skip
         return self.around
@@ -125,8 +125,8 @@ class Gemm2:
     def expected(self) -> tuple[Tensor, Tensor]:
         """float64, of the experts' rows: y, and the sums of its products' magnitudes."""
         y = torch.empty(self.end, self.y.shape[1], dtype=torch.float64, device="cuda")
-        sizes, ends = torch.empty_like(y), self.rows.offsets.tolist()
-        for e, (first, last) in enumerate(itertools.pairwise(ends)):
+        sizes = torch.empty_like(y)
+        for e, (first, last) in enumerate(itertools.pairwise(self.ends)):
             h, w2 = self.numbers[0][first:last].double(), self.numbers[1][e].double()
             y[first:last], sizes[first:last] = h @ w2.T, h.abs() @ w2.abs().T
             if self.bias is not None:

@@ -87,7 +87,7 @@ class Trial:
         if name == "gemm2" and "h" in ordered and not self._h_ordered:
             for call in self._calls(self.first.gemm1):  # whose h is that of the first product by now
                 self._h_ordered.append(torch.empty_like(call.h))
-                kernels.reorder_columns(call.h, self._h_ordered[-1], call.rows.offsets)
+                kernels.reorder_columns(call.h, self._h_ordered[-1], call.rows.num_rows)
         calls = self._calls(tile, of_ordered=name == "gemm2" and "h" in ordered)
         if name == "gemm1" and "x" in ordered:
             for call in calls:

@@ -161,7 +161,7 @@ def gemm2(
     blocks: Tensor | None = None,
     h_NI: Tensor | None = None,
     y_NH: Tensor | None = None,
-    offsets: Tensor | None = None,
+    num_rows: Tensor | None = None,
     taken: Tensor | None = None,
     zero_tail: bool = False,
     shared_w2: Tensor | None = None,
@@ -187,7 +187,7 @@ def gemm2(
         w2_bias: [E, H] contiguous, dtype of h or float32.
         blocks, h_NI: as `order_rows` and `gemm1` leave them.
         y_NH: the experts' rows are written; [T*K, H] contiguous.
-        offsets, taken: as `order_rows` leaves them, for a persistent tile.
+        num_rows, taken: as `order_rows` leaves them, for a persistent tile.
         zero_tail: the rows that no expert has are written too, as zeros.
         shared_w2: [H, S], unit stride in one dim.
         h_shared_TS: [T, S] contiguous, from `gemm1`.
@@ -204,32 +204,32 @@ def gemm2(
         a, a_scale = _rows_for(coded, h_NI, h_codes_NI, h_scales)
         if h_is_ordered and y_NH.shape[0]:
             assert blocks is not None
-            assert offsets is not None
+            assert num_rows is not None
             assert taken is not None
             coded_persistent(
                 h_NI, w2, y_NH, coded=coded, block_m=tile.block_m, bias=w2_bias, blocks_3B=blocks, taken=taken,
                 warmup=warmup,
             )  # fmt: skip
             if zero_tail:
-                _zero_rows_after(offsets, y_NH, warmup=warmup)
+                _zero_rows_after(num_rows, y_NH, warmup=warmup)
             return
         if shared_w2 is None and y_NH.shape[0] and _is_few(tile, h_NI, w2, coded):
             assert blocks is not None
-            assert offsets is not None
+            assert num_rows is not None
             coded_few(h_NI, w2, y_NH, coded=coded, bias=w2_bias, blocks_3B=blocks, warmup=warmup)
             if zero_tail:
-                _zero_rows_after(offsets, y_NH, warmup=warmup)
+                _zero_rows_after(num_rows, y_NH, warmup=warmup)
             return
         if shared_w2 is None and y_NH.shape[0] and _is_persistent_gemm2(tile, a, w2, y_NH, coded):
             assert blocks is not None
-            assert offsets is not None
+            assert num_rows is not None
             assert taken is not None
             gemm2_persistent(
                 a, w2, y_NH, bias=w2_bias, blocks_3B=blocks, block_m=tile.block_m, taken=taken, coded=coded,
                 h_scales=a_scale, warmup=warmup,
             )  # fmt: skip
             if zero_tail:
-                _zero_rows_after(offsets, y_NH, warmup=warmup)
+                _zero_rows_after(num_rows, y_NH, warmup=warmup)
             return
         routed = Part(a, w2, y_NH, w2_bias, blocks, coded=coded, a_scale=a_scale)
     if shared_w2 is not None:
@@ -253,28 +253,27 @@ def _is_persistent_gemm2(tile: Tile, a: Tensor, w2: Tensor, y: Tensor, coded: Co
     return tile.persistent and not INTERPRET and fits and takes_w2(w2, tile.block_m, coded)
 
 
-def _zero_rows_after(offsets: Tensor, y_NH: Tensor, *, warmup: bool) -> None:
-    """Zeroes the rows of y from offsets[E] on; few or none, as a rule."""
+def _zero_rows_after(num_rows: Tensor, y_NH: Tensor, *, warmup: bool) -> None:
+    """Zeroes the rows of y behind the experts'; few or none, as a rule."""
     N, H = y_NH.shape
     grid = (min(triton.cdiv(N, 16), 1024),)
-    args = (offsets, y_NH, N)
-    meta = {"E": offsets.shape[0] - 1, "H": H, "BLOCK_H": min(1024, triton.next_power_of_2(H)), "num_warps": 4}
+    args = (num_rows, y_NH, N)
+    meta = {"H": H, "BLOCK_H": min(1024, triton.next_power_of_2(H)), "num_warps": 4}
     launch(_zero_rows, grid, args, meta, warmup=warmup)
 
 
-@triton.jit(do_not_specialize=["N"], do_not_specialize_on_alignment=["offsets_ptr"])
+@triton.jit(do_not_specialize=["N"], do_not_specialize_on_alignment=["num_rows_ptr"])
 def _zero_rows(
-    offsets_ptr,
+    num_rows_ptr,
     y_ptr,
     N,
-    E: tl.constexpr,
     H: tl.constexpr,
     BLOCK_H: tl.constexpr,
     EARLY: tl.constexpr = False,
     FOLLOWED: tl.constexpr = False,
 ):
     begin(EARLY, FOLLOWED)
-    row = tl.load(offsets_ptr + E) + tl.program_id(0)
+    row = tl.load(num_rows_ptr) + tl.program_id(0)
     while row < N:
         for start in range(0, H, BLOCK_H):
             h_H = start + tl.arange(0, BLOCK_H)

@@ -1,6 +1,6 @@
 """Order of the experts' rows: expert after expert, inside an expert by flat index t*K+k. route.py launches it.
 
-Up to 32 slots are compared with each other, by one program: its time depends on the slots, not on the experts.
+Up to 64 slots are compared with each other, by one program: its time depends on the slots, hardly on the experts.
 
 More take a counting sort. The slots lie in chunks; the slots of each expert in each chunk are counted first, by other
 programs, and also in each 16 chunks together. A chunk's program adds up the counts of all these sixteens, and those of
@@ -22,17 +22,17 @@ from dsmoe_op.tuning import order_chunk_size as chunk_size
 class Rows(NamedTuple):
     """What the row order writes."""
 
-    offsets: Tensor
-    """int32 [E+1]. Expert e has rows offsets[e]..offsets[e+1]-1; offsets[E] is the number of rows."""
+    num_rows: Tensor
+    """int32 [1]: slots that an expert has. Their rows come first, the other slots' are those up to T*K."""
     sorted_slot_N: Tensor
-    """int32 [T*K], written up to offsets[E]: flat index t*K+k of each row."""
+    """int32 [T*K], written up to num_rows: flat index t*K+k of each row."""
     row_of_TK: Tensor
     """int32 [T, K] contiguous: the slot's row, or -1."""
     blocks_3B: Tensor
     """int32 [3, `num_blocks`] contiguous: expert, first row, and the row after the last, of each block of block_m rows.
 
     An expert's last block ends where its rows do, and may have up to `tail` rows more. Blocks of experts with rows by
-    ascending expert, then those of the rows from offsets[E] to T*K with expert -1, then empty ones (-1, T*K, T*K).
+    ascending expert, then those of the rows from num_rows to T*K with expert -1, then empty ones (-1, T*K, T*K).
     """
     block_m: int
     """A power of two."""
@@ -49,6 +49,10 @@ class Rows(NamedTuple):
 TICKETS = tl.constexpr(32)
 FIRST_COUNT = tl.constexpr(64)
 """Arrivals are counted at 0, tickets at TICKETS, and the counts begin after these: each on a cache line of its own."""
+
+LOG_LANES = tl.constexpr(5)
+LANES = tl.constexpr(32)
+"""Slots along a warp's lanes."""
 
 SUMMED = tl.constexpr(16)
 """Chunks whose counts are also kept as one sum."""
@@ -230,6 +234,18 @@ def _bits(x):
 
 
 @triton.jit
+def _below(a, b):
+    """int32: 1 where a < b, 0 elsewhere, of int32s less than 2^31 apart."""
+    return ((a - b) >> 31) & 1
+
+
+@triton.jit
+def _bit(row):
+    """uint32 with the bit of a row in its word of 32."""
+    return tl.full(row.shape, 1, tl.uint32) << (row & (LANES - 1)).to(tl.uint32)
+
+
+@triton.jit
 def order_all(
     experts_P,
     num_slots,
@@ -241,7 +257,7 @@ def order_all(
     weight_stride_k,
     map_ptr,
     num_valid_ptr,
-    offsets_ptr,
+    num_rows_ptr,
     sorted_slot_ptr,
     row_of_ptr,
     blocks_ptr,
@@ -253,72 +269,101 @@ def order_all(
     K: tl.constexpr,
     TOKENS: tl.constexpr,
     E: tl.constexpr,
-    E_PAD: tl.constexpr,
     E_ROUTING: tl.constexpr,
     Z: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Places all slots, at most BLOCK <= 32, and writes the offsets and the blocks.
+    """Places all slots, at most BLOCK, and writes the blocks.
+
+    Every warp has all slots, in parts of 32 along its lanes, so that none waits for another one.
 
     Args:
         experts_P: what `choose_tokens` returned to this program, those of all slots where there is one token; BLOCK
-            of them where a program has one. None where another launch has made the ids.
+            of them where a program has one and BLOCK is 32. None where another launch has made the ids.
     """
-    n_N = tl.arange(0, BLOCK)
-    e_E = tl.arange(0, E_PAD)
-    at_hand: tl.constexpr = experts_P is not None and TOKENS == 1
-    ids_N = tl.full([BLOCK], -1, tl.int64)
+    PARTS: tl.constexpr = BLOCK // LANES
+    lane_N = tl.arange(0, LANES)
+    at_hand: tl.constexpr = experts_P is not None and TOKENS == 1 and PARTS == 1
+    ids = (tl.full([LANES], -1, tl.int64),) * PARTS
     if at_hand:
-        experts_N = experts_P
+        experts = (experts_P,)  # type: tuple[Any, ...]
     else:
-        experts_N = tl.full([BLOCK], E, tl.int32)
+        experts = (tl.full([LANES], E, tl.int32),) * PARTS
     if not at_hand or num_slots > K:
         num_valid = num_slots
         if num_valid_ptr is not None:
             num_valid = tl.load(num_valid_ptr)
         tl.debug_barrier()
-        ids_N = _ids(n_N, num_slots, ids_ptr, id_stride_t, id_stride_k, K)
-        ids_N, experts_N = _experts(ids_N, n_N, num_slots, map_ptr, num_valid, K, E, E_ROUTING)
+        loaded = ()  # type: tuple[Any, ...]  # loads first, so that all are under way at once
+        for part in tl.static_range(PARTS):
+            loaded += (_ids(lane_N + part * LANES, num_slots, ids_ptr, id_stride_t, id_stride_k, K),)
+        ids, experts = (), ()
+        for part in tl.static_range(PARTS):
+            n_N = lane_N + part * LANES
+            ids_N, experts_N = _experts(loaded[part], n_N, num_slots, map_ptr, num_valid, K, E, E_ROUTING)
+            ids += (ids_N,)
+            experts += (experts_N,)
 
-    # Each slot and each expert look at one slot after the other.
-    row_N = tl.zeros([BLOCK], tl.int32)  # slots that come before: of lower experts, or equal ones and earlier
-    index_N = tl.zeros([BLOCK], tl.int32)  # those of equal experts alone
-    count_N = tl.zeros([BLOCK], tl.int32)  # slots of the expert
-    first_E = tl.zeros([E_PAD], tl.int32)
+    # A slot's key has its expert, then its own number. Each slot looks at one key after the other.
+    keys = ()  # type: tuple[Any, ...]
+    for part in tl.static_range(PARTS):
+        keys += (experts[part] * BLOCK + lane_N + part * LANES,)
+    zeros_N = tl.zeros([LANES], tl.int32)
+    rows = (zeros_N,) * PARTS  # lower keys than the slot's
+    firsts = (zeros_N,) * PARTS  # those of lower experts
+    ends = (zeros_N,) * PARTS  # and those of its own expert
     first = 0
     while first < num_slots:
         for k in tl.static_range(K):
-            expert = tl.max(tl.where(n_N == first + k, experts_N, -1))
-            same_N = experts_N == expert
-            earlier_N = same_N & (first + k < n_N)
-            row_N += ((expert < experts_N) | earlier_N).to(tl.int32)
-            index_N += earlier_N.to(tl.int32)
-            count_N += same_N.to(tl.int32)
-            first_E -= (expert - e_E) >> 31  # -1 where it is lower
+            slot = first + k
+            key_N = keys[0]
+            for part in tl.static_range(1, PARTS):
+                key_N = tl.where(slot < part * LANES, key_N, keys[part])
+            key = tl.max(tl.where(lane_N == slot & (LANES - 1), key_N, 0))
+            before = rows, firsts, ends
+            rows, firsts, ends = (), (), ()
+            for part in tl.static_range(PARTS):
+                first_key_N = experts[part] * BLOCK
+                rows += (before[0][part] + _below(key, keys[part]),)
+                firsts += (before[1][part] + _below(key, first_key_N),)
+                ends += (before[2][part] + _below(key, first_key_N + BLOCK),)
         first += K
-    has_row_N = experts_N < E
-    num_rows = tl.sum(has_row_N.to(tl.int32))
-    tl.store(offsets_ptr + e_E, first_E, mask=e_E < E)
-    tl.store(offsets_ptr + E, num_rows)
-    _write_slots(
-        n_N, num_slots, ids_N, has_row_N, row_N, weights_ptr, weight_stride_t, weight_stride_k, sorted_slot_ptr,
-        row_of_ptr, ids_out_ptr, weights_out_ptr, K, E_ROUTING, Z,
-    )  # fmt: skip
 
-    # A slot begins a block, whose number is how many of them begin in lower rows: a bit for each row.
+    # A slot begins a block, whose number is how many of them begin in lower rows: a bit for each row, in words of 32.
     block_m = 1 << log_block_m
-    begins_N = has_row_N & (index_N & (block_m - 1) == 0) & ((index_N == 0) | (index_N < count_N - tail))
-    bit_N = tl.full([BLOCK], 1, tl.uint32) << row_N.to(tl.uint32)
-    begin_bits = tl.sum(tl.where(begins_N, bit_N, 0))
-    lower_bits_N = begin_bits & (bit_N - 1)
-    block_N = _bits(lower_bits_N)
-    blocks = _bits(begin_bits)
-    block_ptrs = blocks_ptr + block_N
-    tl.store(block_ptrs, experts_N, mask=begins_N)
-    tl.store(block_ptrs + num_blocks, row_N, mask=begins_N)
-    # One block's rows follow on another's, so each ends where the next one begins.
-    tl.store(block_ptrs + 2 * num_blocks - 1, row_N, mask=begins_N & (lower_bits_N != 0))
-    tl.store(blocks_ptr + 2 * num_blocks + blocks - 1, num_rows, mask=begin_bits != 0)
+    begins = ()  # type: tuple[Any, ...]
+    num_rows = 0
+    for part in tl.static_range(PARTS):
+        has_row_N = experts[part] < E
+        num_rows += tl.sum(has_row_N.to(tl.int32))
+        index_N, count_N = rows[part] - firsts[part], ends[part] - firsts[part]
+        begins += (has_row_N & (index_N & (block_m - 1) == 0) & ((index_N == 0) | (index_N < count_N - tail)),)
+    words = ()  # type: tuple[Any, ...]
+    blocks = 0
+    for word in tl.static_range(PARTS):
+        bits_N = tl.zeros([LANES], tl.uint32)
+        for part in tl.static_range(PARTS):
+            bits_N += tl.where(begins[part] & (rows[part] >> LOG_LANES == word), _bit(rows[part]), 0)
+        words += (tl.sum(bits_N),)
+        blocks += _bits(words[word])
+
+    tl.store(num_rows_ptr, num_rows)
+    for part in tl.static_range(PARTS):
+        row_N = rows[part]
+        _write_slots(
+            lane_N + part * LANES, num_slots, ids[part], experts[part] < E, row_N, weights_ptr, weight_stride_t,
+            weight_stride_k, sorted_slot_ptr, row_of_ptr, ids_out_ptr, weights_out_ptr, K, E_ROUTING, Z,
+        )  # fmt: skip
+        block_N = tl.zeros([LANES], tl.int32)
+        for word in tl.static_range(PARTS):
+            lower_N = tl.where(row_N >> LOG_LANES == word, _bit(row_N) - 1, 0xFFFFFFFF)
+            block_N += tl.where(row_N >> LOG_LANES < word, 0, _bits(words[word] & lower_N))
+        block_ptrs = blocks_ptr + block_N
+        tl.store(block_ptrs, experts[part], mask=begins[part])
+        tl.store(block_ptrs + num_blocks, row_N, mask=begins[part])
+        # One block's rows follow on another's, so each ends where the next one begins.
+        tl.store(block_ptrs + 2 * num_blocks - 1, row_N, mask=begins[part] & (block_N > 0))
+    tl.store(blocks_ptr + 2 * num_blocks + blocks - 1, num_rows, mask=blocks > 0)
     _write_rest(blocks, BLOCK, num_rows, num_slots, blocks_ptr, num_blocks, blocks, log_block_m, BLOCK)
 
 
@@ -337,7 +382,7 @@ def order_chunk(
     map_ptr,
     num_valid_ptr,
     counters_ptr,
-    offsets_ptr,
+    num_rows_ptr,
     sorted_slot_ptr,
     row_of_ptr,
     blocks_ptr,
@@ -354,7 +399,7 @@ def order_chunk(
     BLOCK: tl.constexpr,
     COUNT_ROWS: tl.constexpr,
 ):
-    """Places the slots of chunk `index`, and writes its share of the offsets and the blocks."""
+    """Places the slots of chunk `index`, and writes its share of the blocks."""
     num_valid = num_slots
     if num_valid_ptr is not None:
         num_valid = tl.load(num_valid_ptr)
@@ -399,9 +444,6 @@ def order_chunk(
 
     first_E = tl.cumsum(total_E, 0) - total_E
     num_rows = tl.sum(total_E)
-    if index == 0:
-        tl.store(offsets_ptr + e_E, first_E, mask=e_E < E)
-        tl.store(offsets_ptr + E, num_rows)
     # Blocks: block j of an expert, or of the empty ones, is written by the program j modulo the number of chunks. One
     # block's rows follow on another's, so each ends where the next one begins.
     block_m = 1 << log_block_m
@@ -410,6 +452,7 @@ def order_chunk(
     most_blocks = tl.max(blocks_E)
     first_rest = tl.sum(blocks_E)
     if index == 0:
+        tl.store(num_rows_ptr, num_rows)
         tl.store(blocks_ptr + 2 * num_blocks + first_rest - 1, num_rows, mask=first_rest > 0)
     j = index
     while j < most_blocks:

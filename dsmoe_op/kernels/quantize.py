@@ -21,7 +21,7 @@ def takes_codes(coded: Coded, x_scales: Tensor | None) -> bool:
 
 
 def quantize_rows(
-    x_TH: Tensor, codes_TH: Tensor, scales: Tensor, offsets: Tensor | None = None, *, of_h: bool = False,
+    x_TH: Tensor, codes_TH: Tensor, scales: Tensor, num_rows: Tensor | None = None, *, of_h: bool = False,
     warmup: bool = False,
 ) -> None:  # fmt: skip
     """codes * scales is about x, as `formats.quantize_rows` has it.
@@ -30,7 +30,7 @@ def quantize_rows(
         x_TH: [T, H] any row stride, unit stride in the last dim.
         codes_TH: written; float8_e4m3fn [T, H] contiguous.
         scales: written; float32, [T] of a row each, or [T, ceil(H / 128)] of 128 columns each. Contiguous.
-        offsets: as `order_rows` leaves them, where x is the experts' rows: those of no expert are left alone.
+        num_rows: as `order_rows` leaves it, where x is the experts' rows: those of no expert are left alone.
         of_h: the kernel has another name then, by which a profile tells what lies between the products.
     """
     T, H = x_TH.shape
@@ -42,10 +42,9 @@ def quantize_rows(
     launch(
         _quantize_h if of_h else _quantize_rows,
         (triton.cdiv(T * groups, at_once),),
-        (x_TH, row_stride(x_TH), codes_TH, scales, offsets, T),
+        (x_TH, row_stride(x_TH), codes_TH, scales, num_rows, T),
         {
             "H": H,
-            "E": None if offsets is None else offsets.shape[0] - 1,
             "AT_ONCE": at_once,
             "COLUMNS": columns,
             "INTERPRET": INTERPRET,
@@ -55,16 +54,15 @@ def quantize_rows(
     )
 
 
-@triton.jit(do_not_specialize=["T"], do_not_specialize_on_alignment=["offsets_ptr"])
+@triton.jit(do_not_specialize=["T"], do_not_specialize_on_alignment=["num_rows_ptr"])
 def _quantize_rows(
     x_ptr,
     x_stride,
     codes_ptr,
     scales_ptr,
-    offsets_ptr,
+    num_rows_ptr,
     T,
     H: tl.constexpr,
-    E: tl.constexpr,
     AT_ONCE: tl.constexpr,
     COLUMNS: tl.constexpr,
     INTERPRET: tl.constexpr,
@@ -72,19 +70,18 @@ def _quantize_rows(
     FOLLOWED: tl.constexpr = False,
 ):
     begin(EARLY, FOLLOWED)
-    _quantize(x_ptr, x_stride, codes_ptr, scales_ptr, offsets_ptr, T, H, E, AT_ONCE, COLUMNS, INTERPRET)
+    _quantize(x_ptr, x_stride, codes_ptr, scales_ptr, num_rows_ptr, T, H, AT_ONCE, COLUMNS, INTERPRET)
 
 
-@triton.jit(do_not_specialize=["T"], do_not_specialize_on_alignment=["offsets_ptr"])
+@triton.jit(do_not_specialize=["T"], do_not_specialize_on_alignment=["num_rows_ptr"])
 def _quantize_h(
     x_ptr,
     x_stride,
     codes_ptr,
     scales_ptr,
-    offsets_ptr,
+    num_rows_ptr,
     T,
     H: tl.constexpr,
-    E: tl.constexpr,
     AT_ONCE: tl.constexpr,
     COLUMNS: tl.constexpr,
     INTERPRET: tl.constexpr,
@@ -92,7 +89,7 @@ def _quantize_h(
     FOLLOWED: tl.constexpr = False,
 ):
     begin(EARLY, FOLLOWED)
-    _quantize(x_ptr, x_stride, codes_ptr, scales_ptr, offsets_ptr, T, H, E, AT_ONCE, COLUMNS, INTERPRET)
+    _quantize(x_ptr, x_stride, codes_ptr, scales_ptr, num_rows_ptr, T, H, AT_ONCE, COLUMNS, INTERPRET)
 
 
 @triton.jit
@@ -101,10 +98,9 @@ def _quantize(
     x_stride,
     codes_ptr,
     scales_ptr,
-    offsets_ptr,
+    num_rows_ptr,
     T,
     H: tl.constexpr,
-    E: tl.constexpr,
     AT_ONCE: tl.constexpr,
     COLUMNS: tl.constexpr,
     INTERPRET: tl.constexpr,
@@ -116,8 +112,8 @@ def _quantize(
     g_G = tl.program_id(0) * AT_ONCE + tl.arange(0, AT_ONCE)
     row_G = g_G // GROUPS
     end = T
-    if offsets_ptr is not None:
-        end = tl.load(offsets_ptr + E)
+    if num_rows_ptr is not None:
+        end = tl.load(num_rows_ptr)
     in_G = row_G < end
     h_GC = (g_G % GROUPS * COLUMNS)[:, None] + tl.arange(0, COLUMNS)[None, :]
     in_GC = in_G[:, None] & (h_GC < H)

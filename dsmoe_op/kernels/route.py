@@ -199,9 +199,9 @@ def order_rows(
         _launch(args, {"K": K}, num_experts, E_routing, num_zero_experts, block, warmup)
 
 
-def zero_counters(rows: Rows, *, warmup: bool = False) -> None:
+def zero_counters(rows: Rows, *, num_experts: int, warmup: bool = False) -> None:
     """Zeroes the counters as `order_rows` needs them: a launch for calls in which nothing else comes before it."""
-    zeros = num_zeros(rows.sorted_slot_N.shape[0], rows.offsets.shape[0] - 1, alone=True)
+    zeros = num_zeros(rows.sorted_slot_N.shape[0], num_experts, alone=True)
     launch(_zero, (triton.cdiv(zeros, 128),), (rows.counters, zeros), {"num_warps": 1}, warmup=warmup)
 
 
@@ -210,7 +210,7 @@ def _order_args(num_slots: int, rows: Rows, *, alone: bool) -> dict[str, Any]:
     assert 0 <= rows.tail < rows.block_m, rows.tail
     return {
         "counters_ptr": rows.counters,
-        "offsets_ptr": rows.offsets,
+        "num_rows_ptr": rows.num_rows,
         "taken_ptr": rows.taken,
         "arrivals_ptr": rows.arrivals,
         "num_arrivals": rows.arrivals.numel(),
@@ -293,7 +293,7 @@ _ARGUMENTS: tuple[tuple[str, int | None], ...] = (
     ("tokens", 0),
     ("zeros", 0),
     ("counters_ptr", None),
-    ("offsets_ptr", None),
+    ("num_rows_ptr", None),
     ("taken_ptr", None),
     ("arrivals_ptr", None),
     ("num_arrivals", 0),
@@ -352,7 +352,7 @@ def _zero(counters_ptr, zeros, EARLY: tl.constexpr = False, FOLLOWED: tl.constex
         "map_ptr",
         "ids_ptr",
         "weights_ptr",
-        "offsets_ptr",
+        "num_rows_ptr",
         "blocks_ptr",
         "taken_ptr",
         "arrivals_ptr",
@@ -376,7 +376,7 @@ def _route(
     tokens,
     zeros,
     counters_ptr,
-    offsets_ptr,
+    num_rows_ptr,
     taken_ptr,
     arrivals_ptr,
     num_arrivals,
@@ -538,7 +538,7 @@ def _route(
                     weight_stride_k,
                     map_ptr,
                     num_valid_ptr,
-                    offsets_ptr,
+                    num_rows_ptr,
                     sorted_slot_ptr,
                     row_of_ptr,
                     blocks_ptr,
@@ -550,7 +550,6 @@ def _route(
                     K,
                     TOKENS,
                     E,
-                    E_PAD,
                     E_ROUTING,
                     Z,
                     BLOCK,
@@ -571,7 +570,7 @@ def _route(
                     map_ptr,
                     num_valid_ptr,
                     counters_ptr,
-                    offsets_ptr,
+                    num_rows_ptr,
                     sorted_slot_ptr,
                     row_of_ptr,
                     blocks_ptr,

@@ -209,7 +209,11 @@ _CHOICE_APART = 128
 _CHOICE_SHARES = 4
 """Warps for one token's choice at most: more would have more picks to compare than they save in reading."""
 
-_ORDER: tuple[tuple[float, OrderBlock], ...] = ((32, OrderBlock(32, 4, whole=True)), (ALL, OrderBlock(128, 4)))
+_ORDER: tuple[tuple[float, OrderBlock], ...] = (
+    (32, OrderBlock(32, 4, whole=True)),
+    (64, OrderBlock(64, 4, whole=True)),
+    (ALL, OrderBlock(128, 4)),
+)
 """(most slots, block)"""
 _ORDER_ONE_CHUNK, _ORDER_LEAST = 256, 128
 
