@@ -106,6 +106,32 @@ def test_one_call_of_any_size_prepares_all_sizes(recorder, dtype, way, schedule,
     assert any(overlap and overlap[0] for *_, overlap in recorder.launched) == (dtype == torch.bfloat16)
 
 
+@pytest.mark.parametrize(("E", "K"), [(1024, 1), (1024, 5), (256, 8), (64, 6)])
+def test_the_choice_is_prepared_for_every_number_of_tokens(recorder, E, K) -> None:
+    """Which decides how many parts of the logits it adds up and how it orders the slots."""
+    weight, config = torch.empty(E, 8192, dtype=torch.bfloat16), MoEConfig(top_k=K)
+
+    def choose(T: int, *, warmup: bool) -> None:
+        def ints(*shape: int) -> Tensor:
+            return torch.empty(shape, dtype=torch.int32)
+
+        N, block_m = T * K, 16
+        rows = kernels.Rows(
+            ints(1), ints(N), ints(T, K), ints(3, kernels.num_blocks(N, E, block_m)), block_m, 0,
+            ints(kernels.num_counters(N, E)), ints(2), ints(1),
+        )  # fmt: skip
+        kernels.choose(
+            torch.empty(kernels.router_splits(T, torch.bfloat16, weight), T, E), None, None, ints(T, K),
+            torch.empty(T, K), config=config, model_dtype=torch.bfloat16, router_weight=weight, rows=rows,
+            warmup=warmup,
+        )  # fmt: skip
+
+    choose(3, warmup=True)
+    for T in (*range(1, 70), *TOKENS, 10000, 70000):
+        choose(T, warmup=False)
+    assert recorder.launched == recorder.warm
+
+
 @pytest.mark.parametrize(
     "formats",
     [("fp8_block", "fp8_block"), ("fp8_channel", None), (None, "fp8_block"), ("int4", "mxfp4"), ("int4", None)],

@@ -40,6 +40,7 @@ from dsmoe_op.kernels.order import (
     zero,
 )
 from dsmoe_op.kernels.overlap import begin
+from dsmoe_op.kernels.router import router_splits
 from dsmoe_op.tuning import (
     OrderBlock,
     choice_shares,
@@ -113,7 +114,6 @@ def choose(
         "num_slots": T * config.top_k,
     }
     rounds = router_weight is not None and config.router_dtype == "model"
-    most_splits = 1 if router_weight is None else router_most_splits(router_weight.shape[1])
     meta = {
         "ROUND_TO": TL_DTYPE[model_dtype] if rounds else None,
         "K": config.top_k,
@@ -143,9 +143,20 @@ def choose(
         blocks: tuple[OrderBlock, ...] = (OrderBlock(0, 4),)
     else:
         blocks = order_variants() if warmup else (order_block(T * config.top_k),)
-    for variant in splits_variants(most_splits) if warmup else (splits_variant(splits),):
-        for block in blocks:
+    for block in blocks:
+        variants = {splits_variant(splits)}
+        if warmup and router_weight is not None:
+            variants = _splits_beside(block, config.top_k, model_dtype, router_weight)
+        for variant in sorted(variants):
             _launch(args, meta | {"SPLITS": variant}, E, E_routing, config.num_zero_experts, block, warmup, T=T)
+
+
+def _splits_beside(block: OrderBlock, top_k: int, dtype: torch.dtype, router_weight: Tensor) -> set[int]:
+    """Every `splits_variant` with which an order of such a block can be in one launch."""
+    if not block.whole:
+        return set(splits_variants(router_most_splits(router_weight.shape[1])))
+    tokens = (T for T in range(1, block.slots // top_k + 1) if order_block(T * top_k) == block)
+    return {splits_variant(router_splits(T, dtype, router_weight)) for T in tokens}
 
 
 def order_rows(
