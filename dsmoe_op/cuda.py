@@ -148,7 +148,7 @@ def _run(layer: Layer, call: Checked, outputs: tuple[Tensor, ...]) -> None:
         if plan.on_tensors:
             inputs = [t for t in _normalised(layer, call.dims, LAYER_FIELDS) if t is not None]
             buffers = _carve(workspace, plan.buffers)
-            table: list[Any] = [*inputs, *buffers, *_as_kernels_see(outputs, call.dims), *plan.constants]
+            table: list[Any] = [*inputs, *buffers, *plan.written(_as_kernels_see(outputs, call.dims)), *plan.constants]
         else:
             table = _table(plan, addresses, workspace, outputs)
         schedules.execute(plan.steps, functools.partial(plan.issue, table), device)
@@ -157,10 +157,10 @@ def _run(layer: Layer, call: Checked, outputs: tuple[Tensor, ...]) -> None:
 def _table(plan: _Plan, addresses: list[int], workspace: Tensor, outputs: tuple[Tensor, ...]) -> list[Any]:
     """What the plan's launches draw from."""
     base = workspace.data_ptr()
-    returned = [t.data_ptr() for t in outputs]
-    if any(address % 16 for address in (base, *returned)):  # binaries may count on it
+    written = [t.data_ptr() for t in plan.written(outputs)]
+    if any(address % 16 for address in (base, *written)):  # binaries may count on it
         raise RuntimeError("expected memory aligned to 16 bytes from PyTorch's allocator")
-    return [*addresses, *[base + offset for offset in plan.offsets], *returned, *plan.constants]
+    return [*addresses, *[base + offset for offset in plan.offsets], *written, *plan.constants]
 
 
 class _Buffer(NamedTuple):
@@ -191,7 +191,17 @@ class _Plan:
         on_tensors: whether the table holds tensors and not their addresses.
     """
 
-    __slots__ = ("_launches", "buffers", "constants", "copied", "offsets", "on_tensors", "size", "steps")
+    __slots__ = (
+        "_launches",
+        "_num_outputs",
+        "buffers",
+        "constants",
+        "copied",
+        "offsets",
+        "on_tensors",
+        "size",
+        "steps",
+    )
 
     def __init__(
         self, layer: Layer, call: Checked, finalized: bool, allow_tf32: bool, table: tuning.Table | None
@@ -223,6 +233,7 @@ class _Plan:
         inside, outputs = launches.buffer_specs(given, dims, config, tiles, finalized, fused=chosen == "fused")
         self.buffers, self.size = _laid_out(inside)
         self.offsets = tuple(buffer.offset for buffer in self.buffers)
+        self._num_outputs = len(outputs)
 
         self.copied = tuple(name for name in LAYER_FIELDS if _is_copy(getattr(given, name), getattr(layer, name)))
         # Kernels are chosen for the buffers by shape and dtype, so that these need no memory here.
@@ -241,6 +252,10 @@ class _Plan:
                 self._launches[step.name] = bound
         self.constants = recording.constants
         self.on_tensors = any(isinstance(one, kernels.Direct) for some in self._launches.values() for one in some)
+
+    def written(self, outputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        """These in the table's order: `out` once more where it holds something else before."""
+        return outputs + outputs[:1] * (self._num_outputs - len(outputs))
 
     def issue(self, table: kernels.Table, name: str, stream: int | None) -> None:
         """Issues the launch of that name on the stream of that handle."""

@@ -29,7 +29,10 @@ Spec = tuple[str, tuple[int, ...], torch.dtype]
 def buffer_specs(
     layer: Layer, dims: Dims, config: MoEConfig, tiles: LayerTiles, finalized: bool, *, fused: bool = False
 ) -> tuple[list[Spec], list[Spec]]:
-    """Name, shape and dtype of the buffers in the workspace, and of the tensors that the call returns."""
+    """Name, shape and dtype of the buffers in the workspace, and of the tensors that the call returns.
+
+    What follows "out" lies in its memory: nothing uses it any more when the last launch writes out.
+    """
     T, H, E, K, I, S, E_routing = dims
     N = T * K
     order = frozenset() if fused else ordered(layer, dims, config, tiles)
@@ -56,7 +59,6 @@ def buffer_specs(
         ("sorted_slot", (N,), i32),
         ("blocks", (3, blocks), i32),
         ("h", (N, I), x),
-        ("x_ordered", (T if "x" in order else 0, H), x),
     ]
     if layer.shared_gate is not None:
         inside.append(("gate", (T,), f32))
@@ -68,7 +70,9 @@ def buffer_specs(
         ("row_of", (T, K), i32),
         ("shared", (T if S else 0, H), x),
     ]
-    return (inside + pieces, [("out", (T, H), x)]) if finalized else (inside, pieces)
+    out: list[Spec] = [("out", (T, H), x)]
+    (out if finalized and "x" in order else inside).append(("x_ordered", (T if "x" in order else 0, H), x))
+    return (inside + pieces, out) if finalized else (inside, pieces)
 
 
 def _coded(layer: Layer, name: str, dims: Dims, config: MoEConfig) -> kernels.Coded:

@@ -81,8 +81,8 @@ def kind_of(param: Any, value: Any) -> object:
 
 def run(x: Tensor, args: dict, *, schedule: str = "dual", entry: Any = ops._moe) -> Any:
     given = {"hidden_states": x, **args}
-    tensors = [given.get(name) for name in LAYER_FIELDS[:16]]
-    return entry(*tensors, args["config"].key, schedule)
+    tensors = [given.get(name) for name in LAYER_FIELDS]
+    return entry(*tensors[:16], args["config"].key, schedule, *tensors[16:])
 
 
 def plain(value: Any) -> Any:

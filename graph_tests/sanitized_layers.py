@@ -84,7 +84,7 @@ def apart(kept: list[Tensor]) -> Callable[..., list[Any]]:
     def table(plan: Any, addresses: list[int], workspace: Tensor, outputs: tuple[Tensor, ...]) -> list[Any]:
         buffers = [torch.empty(buffer.nbytes, dtype=torch.uint8, device=workspace.device) for buffer in plan.buffers]
         kept.extend(buffers)
-        return [*addresses, *(t.data_ptr() for t in (*buffers, *outputs)), *plan.constants]
+        return [*addresses, *(t.data_ptr() for t in (*buffers, *plan.written(outputs))), *plan.constants]
 
     return table
 

@@ -12,7 +12,8 @@ from unittest import mock
 
 import pytest
 import torch
-from layers import LAUNCHERS, WAYS, make_layer
+from gpu import with_tiles
+from layers import LAUNCHERS, WAYS, make_layer, quantized
 from torch import Tensor
 
 triton = pytest.importorskip("triton", reason="no triton")
@@ -22,9 +23,12 @@ from triton.tools.tensor_descriptor import TensorDescriptor  # noqa: E402
 
 from dsmoe_op import checks, cuda, kernels, ops, tuning  # noqa: E402
 from dsmoe_op.checks import LAYER_FIELDS, Layer  # noqa: E402
+from dsmoe_op.cli import compiling, shapes  # noqa: E402
+from dsmoe_op.cli.arguments import Formats  # noqa: E402
 from dsmoe_op.kernels import launch as launch_module  # noqa: E402
 from dsmoe_op.kernels.launch import Bound, Direct, Recording  # noqa: E402
 from dsmoe_op.launches import Call, buffer_specs  # noqa: E402
+from dsmoe_op.tuning import Tile  # noqa: E402
 
 __all__ = ["log"]  # a fixture
 BF16, FP32 = torch.bfloat16, torch.float32
@@ -243,6 +247,34 @@ def test_a_call_allocates_its_outputs_and_one_workspace(log, way) -> None:
         out = (out,) if isinstance(out, Tensor) else out
         assert len({t.untyped_storage().data_ptr() for t in out}) == outputs
         assert all(t._base is None for t in out)
+
+
+@pytest.mark.parametrize("schedule", ["serial", "dual", "dual_shared_main"])
+def test_columns_of_x_in_another_order_lie_in_the_outputs_memory_until_the_last_launch_writes_it(log, schedule) -> None:
+    x, args = make_layer(200, dtype=BF16, H=96, I=160, S=320)
+    args = quantized(args, "int4", None, group=32)
+    persistent = Tile(64, 128, 128, 4, 3, swap=True, persistent=True)
+    with with_tiles(gemm1=persistent, gemm2=persistent, one_launch=False):
+        out = run(x, args, schedule=schedule)
+    found = named(launches(log), {"x": x, "out": out})
+    assert [entry[2][0] for entry in found if "out" in entry] == ["_reorder", "_persistent_coded", "_finalize"]
+    assert found[-1][2][0] == "_finalize"
+
+
+@pytest.mark.parametrize("formats", [None, Formats("int4", None), Formats("nvfp4", None), Formats("mxfp4", "mxfp4")])
+@pytest.mark.parametrize("ranks", ["", "_tp8"])
+def test_the_workspace_is_within_the_bound_that_bench_reports(formats, ranks) -> None:
+    for name, T in itertools.product(shapes.SHAPES, (1, 4, 16, 64, 256, 1024, 4096, 16384)):
+        shape = shapes.parse_shape(name + ranks)
+        shape = shape if formats is None else shapes.quantised(shape, formats)
+        dims = compiling.dims_of(shape, T)
+        kind = tuning.layer_kind(BF16, False, shape.config.routed_format, shape.config.shared_format)
+        key = tuning.LayerShape(kind, dims.H, dims.I, dims.E, dims.K, dims.S)
+        for tables in (tuning.tables_of(None, "NVIDIA H200"), ()):
+            tiles, schedule = tuning.layer_choice(key, T, tables)
+            layer = compiling._without_memory(shape, dims)
+            inside, _ = buffer_specs(layer, dims, shape.config, tiles, True, fused=schedule == "fused")
+            assert cuda._laid_out(inside)[1] <= shapes.memory_bound(shape, T, 2), (name, T)
 
 
 def test_memory_that_binaries_could_not_use_is_refused(log, monkeypatch) -> None:
