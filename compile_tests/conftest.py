@@ -8,6 +8,7 @@ import pytest
 import torch
 from fixtures import (
     _fresh_random,
+    _frozen,
     counted,
     cpp,
     device,
@@ -27,6 +28,7 @@ from dsmoe_op import cpu
 
 __all__ = [
     "_fresh_random",
+    "_frozen",
     "counted",
     "cpp",
     "device",

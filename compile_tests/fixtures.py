@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import gc
 import importlib.metadata
 import itertools
 import json
@@ -94,6 +95,14 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     for item in session.items:
         for mark in item.iter_markers("interpreted"):
             _interpret(session.config, *mark.args)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _frozen(request: pytest.FixtureRequest) -> None:
+    """What earlier files imported and keep is not looked through again at each collection of garbage."""
+    gc.collect()
+    gc.freeze()
+    request.config.add_cleanup(gc.unfreeze)
 
 
 @pytest.fixture

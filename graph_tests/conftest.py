@@ -13,6 +13,7 @@ import pytest
 import torch
 from fixtures import (
     _fresh_random,
+    _frozen,
     counted,
     device,
     fresh_dynamo,
@@ -33,6 +34,7 @@ from dsmoe_op import dual_stream_moe, dual_stream_moe_unfinalized
 
 __all__ = [
     "_fresh_random",
+    "_frozen",
     "counted",
     "device",
     "fresh_dynamo",

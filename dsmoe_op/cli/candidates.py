@@ -123,17 +123,24 @@ _TOGETHER: dict[str, tuple[tuple[Tile, Tile], ...]] = {
         (Tile(16, 32, 128, 4, 3, swap=True), Tile(16, 128, 128, 4, 3, swap=True)),
         (Tile(8, 32, 128, 4, 4, swap=True), Tile(8, 64, 128, 4, 4, swap=True)),
         (Tile(8, 32, 128, 4, 4, swap=True), Tile(8, 128, 128, 4, 4, swap=True)),
+        (Tile(8, 32, 128, 4, 4, swap=True), Tile(8, 256, 128, 4, 2, swap=True)),
     ),
     "4bit": (
         (Tile(16, 32, 128, 4, 4, swap=True), Tile(16, 128, 128, 4, 4, swap=True)),
+        (Tile(16, 32, 128, 4, 8, swap=True), Tile(16, 128, 128, 4, 4, swap=True)),
+        (Tile(16, 32, 128, 4, 8, swap=True), Tile(16, 256, 64, 4, 4, swap=True)),
         (Tile(16, 32, 256, 4, 3, swap=True), Tile(16, 128, 128, 4, 4, swap=True)),
     ),
     "fp8": (
         (Tile(16, 32, 128, 4, 4, swap=True), Tile(16, 64, 128, 4, 4, swap=True)),
         (Tile(16, 32, 128, 4, 4, swap=True), Tile(16, 128, 128, 4, 4, swap=True)),
+        (Tile(16, 32, 128, 4, 4, swap=True), Tile(16, 256, 128, 4, 2, swap=True)),
     ),
 }
-"""gemm1 and gemm2 of one launch: its programs all have the memory of the larger one, so the best alone may not do."""
+"""gemm1 and gemm2 of one launch: its programs all have the memory of the larger one, so the best alone may not do.
+
+Of one token, GEMM 2 in columns of 128 has more programs than a GPU holds at once; of 256 it has not.
+"""
 _FEW_TOKENS, _FEW = 64, 32
 """Up to so many tokens, or expected rows of an expert, tiles for few rows are candidates; above, those for many."""
 OVERLAPPING_UP_TO = 16
