@@ -30,6 +30,12 @@ def randn(rng: torch.Generator, *shape: int, dtype: torch.dtype = FP32, scale: f
     return (torch.randn(*shape, generator=rng) * scale).to(dtype)
 
 
+def spread(rng: torch.Generator, T: int, E: int, low: float, high: float) -> Tensor:
+    """Logits [T, E] in random order, no two of a row closer than about (high - low) / 2E."""
+    grid = torch.stack([torch.randperm(E, generator=rng) for _ in range(T)]) + torch.rand(T, E, generator=rng) / 2
+    return low + (high - low) / E * grid
+
+
 def close(
     got: Tensor, want: Tensor, dtype: torch.dtype | None = None, slack: float = 2.0, sums: Tensor | None = None
 ) -> None:

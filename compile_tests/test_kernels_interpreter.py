@@ -18,7 +18,8 @@ pytest.importorskip("triton", reason="no triton")
 pytest.importorskip("numpy", reason="Triton's interpreter computes with numpy")
 
 CASES = [
-    Path(__file__).with_name(f"interpreter_{part}_cases.py") for part in ("routing", "product", "experts", "coded")
+    Path(__file__).with_name(f"interpreter_{part}_cases.py")
+    for part in ("routing", "order", "product", "experts", "coded")
 ]
 PROMISES = [name for file in CASES for name in re.findall(r"^def (test_\w+)", file.read_text(), re.MULTILINE)]
 assert len(PROMISES) == len(set(PROMISES))
