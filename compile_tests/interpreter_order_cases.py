@@ -194,7 +194,7 @@ def test_zero_counters_zeroes_what_an_order_needs_so(T):
         (1024, {"top_k": 9, "score": "sqrtsoftplus", "num_zero_experts": 4}),
     ],
 )
-@pytest.mark.parametrize("T", [1, 2])
+@pytest.mark.parametrize("T", [1, 4])  # up to 32 slots, and up to 64
 def test_warps_that_share_a_token_choose_as_one_does(rng, E, knobs, T):
     """And as the reference, with ties and rows of bad logits; all slots of a call are ordered by the same launch."""
     config, Z = MoEConfig(**knobs), knobs.get("num_zero_experts", 0)
@@ -225,6 +225,8 @@ def test_warps_that_share_a_token_choose_as_one_does(rng, E, knobs, T):
         (1, None, 3),
         (2, 16, 3),
         (3, None, 1),
+        (11, None, 3),  # 33 slots
+        (21, None, 1),
         (40, None, 3),
         (40, 16, 1),
         (40, 16, 3),
