@@ -13,7 +13,7 @@ pytestmark = needs_gpu
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 LIMIT = {BF16: 1e-2, FP16: 1e-2, FP32: 1e-5}
-TOKENS = (1, 2, 7, 64, 65, 300)
+TOKENS = (1, 2, 7, 12, 64, 65, 300)
 
 
 @pytest.fixture(params=[BF16, FP16, FP32], ids=["bf16", "fp16", "fp32"])

@@ -264,6 +264,7 @@ def test_columns_of_x_in_another_order_lie_in_the_outputs_memory_until_the_last_
 @pytest.mark.parametrize("formats", [None, Formats("int4", None), Formats("nvfp4", None), Formats("mxfp4", "mxfp4")])
 @pytest.mark.parametrize("ranks", ["", "_tp8"])
 def test_the_workspace_is_within_the_bound_that_bench_reports(formats, ranks) -> None:
+    """At powers of four; between, the parts of 512 experts' logits exceed it by up to 6 %, from 1025 to 2816 tokens."""
     for name, T in itertools.product(shapes.SHAPES, (1, 4, 16, 64, 256, 1024, 4096, 16384)):
         shape = shapes.parse_shape(name + ranks)
         shape = shape if formats is None else shapes.quantised(shape, formats)

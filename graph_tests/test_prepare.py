@@ -106,7 +106,7 @@ def test_one_call_of_any_size_prepares_all_sizes(recorder, dtype, way, schedule,
     assert any(overlap and overlap[0] for *_, overlap in recorder.launched) == (dtype == torch.bfloat16)
 
 
-@pytest.mark.parametrize(("E", "K"), [(1024, 1), (1024, 5), (256, 8), (64, 6)])
+@pytest.mark.parametrize(("E", "K"), [(1024, 1), (1024, 5), (256, 8), (64, 6), (64, 32)])
 def test_the_choice_is_prepared_for_every_number_of_tokens(recorder, E, K) -> None:
     """Which decides how many parts of the logits it adds up and how it orders the slots."""
     weight, config = torch.empty(E, 8192, dtype=torch.bfloat16), MoEConfig(top_k=K)

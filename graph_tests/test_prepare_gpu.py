@@ -46,7 +46,7 @@ def test_calls_and_captures_of_any_size_compile_and_load_nothing_after_prepare(
     assert not launched
     assert streams._own
     loaded.clear()
-    for T in (1, 3, 40, 900):
+    for T in (1, 3, 12, 40, 900):
         x, args = layer(T)
         graph, out = capture(lambda x=x, args=args: dual_stream_moe(x, **args, schedule=schedule))
         graph.replay()

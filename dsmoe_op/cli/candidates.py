@@ -139,7 +139,8 @@ _TOGETHER: dict[str, tuple[tuple[Tile, Tile], ...]] = {
 }
 """gemm1 and gemm2 of one launch: its programs all have the memory of the larger one, so the best alone may not do.
 
-Of one token, GEMM 2 in columns of 128 has more programs than a GPU holds at once; of 256 it has not.
+Of one token, GEMM 2 in columns of 128 can have more programs than a GPU holds at once (448 at DeepSeek-V3's sizes,
+where three fit on each of 132 multiprocessors); in columns of 256 it has half as many.
 """
 _FEW_TOKENS, _FEW = 64, 32
 """Up to so many tokens, or expected rows of an expert, tiles for few rows are candidates; above, those for many."""
