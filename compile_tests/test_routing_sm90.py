@@ -141,8 +141,8 @@ def test_few_slots_are_chosen_for_by_warps_that_share_a_token(compiled, tmp_path
 
 
 @pytest.mark.parametrize(("E", "config"), [(256, V3), (512, MoEConfig(top_k=10, score="softmax"))])
-def test_no_warp_waits_for_another_one_to_order_up_to_64_slots(compiled, E, config):
-    """Beyond 32, where they are two parts of each warp's lanes, it takes no barrier more."""
+def test_the_order_of_33_to_64_slots_takes_no_barrier_more_than_that_of_fewer(compiled, E, config):
+    """They are two parts of each warp's lanes, so no warp waits for another one's."""
     barriers = []
     for T in (2, 6):
         layer = Layer(T=T, E=E, config=config)
